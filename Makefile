@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands do everything on a fresh machine: `make bench` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CORE := $(wildcard kvtier/_core/*.pyx kvtier/_core/*.pxd kvtier/_core/*.h)
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: help setup test bench lint checks deps-ci soak clean benchmarks
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/.base: requirements/base.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/base.txt
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base requirements/dev.txt
+	$(PIP) -r requirements/dev.txt
+	touch $@
+
+$(VENV)/.vllm: $(VENV)/.dev requirements/vllm.txt
+	$(PIP) --no-deps -r requirements/vllm.txt
+	touch $@
+
+build/.plain: $(VENV)/.base setup.py $(CORE)
+	KVTIER_WERROR=1 $(BIN)/python setup.py --quiet build_ext --inplace --force
+	touch $@
+
+setup: build/.plain ## make .venv and build the extensions
+
+bench: setup ## run the load generator on its default: host memory and a temporary directory
+	$(BIN)/python -m kvtier.bench $(BENCH_ARGS)
+
+test: $(VENV)/.vllm build/.plain ## run all tests that this machine allows
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.dev ## ruff, mypy, cython-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/cython-lint kvtier/_core
+	$(BIN)/mypy
+
+checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invariant walks
+	rm -rf build/checked-tree && mkdir -p build/checked-tree
+	git ls-files -z | xargs -0 cp --parents -t build/checked-tree
+	cd build/checked-tree && KVTIER_CHECKS=1 KVTIER_WERROR=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
+	cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm" $(TEST_ARGS)
+
+benchmarks: setup $(VENV)/.dev ## all micro-benchmarks, one JSON line each
+	$(BIN)/python -m benchmarks
+
+deps-ci: ## Debian packages that the full test run needs (root)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends fio
+
+clean:
+	rm -rf build bench-results
+	find kvtier -name '*.so' -delete

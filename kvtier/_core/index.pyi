@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner's index: key table writer, free list and replacement policy. One thread."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._core.slots import SlotTable
+
+class Reservation:
+    """Result of ``Index.reserve``."""
+
+    keys: list[bytes]
+    """The absent keys that got a slot, in the order asked (a leading part of the absent ones)."""
+    slots: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint32]
+    evicted: list[bytes]
+    evicted_unsaved: list[bytes]
+    """The part of `evicted` that no secondary tier held."""
+    complete: bool
+    """Whether every absent key got a slot."""
+
+class Index:
+    """Which chunk is in which slot, and which goes next.
+
+    All methods are O(1) a key, take no lock, never wait, and are called by the owner's thread only.
+    Keys end in the 4-byte big-endian group index; a key whose group is not in `payload_bytes`, or
+    that is longer than 40 bytes, raises ValueError before anything changes.
+
+    Parameters
+    ----------
+    slots : SlotTable
+    payload_bytes : sequence of int
+        Chunk bytes by group.
+    policy : {"lru", "arc"}
+    track_unsaved : bool
+        Whether new chunks count as unsaved until ``mark_saved`` (there are secondary tiers).
+    """
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        payload_bytes: Sequence[int],
+        policy: str = "lru",
+        track_unsaved: bool = False,
+    ) -> None: ...
+
+    # --- counters, O(1) ---
+    capacity: int
+    """Slots made available so far (``grow``)."""
+    num_free: int
+    num_writing: int
+    num_ready: int
+    num_lent: int
+    num_orphans: int
+    ready_bytes: int
+    """Payload bytes of READY slots."""
+
+    def grow(self, num_slots: int) -> None:
+        """Slots [capacity, num_slots) have memory behind them now and become FREE."""
+
+    # --- lookups ---
+    def lookup(self, key: bytes) -> int:
+        """0 absent, 1 WRITING, 2 READY. No allocation."""
+    def lookup_batch(self, keys: Sequence[bytes]) -> tuple[int, bytes]:
+        """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""
+    def locate(self, key: bytes) -> tuple[int, int] | None:
+        """(slot, generation) of a READY or WRITING key."""
+
+    # --- storing ---
+    def reserve(self, keys: Sequence[bytes]) -> Reservation:
+        """Slots in WRITING for the longest leading part of the absent keys that fits.
+
+        Never evicts a key of the same call, a pinned one, or one in WRITING. Saved chunks go before
+        unsaved ones. A key that stands twice in `keys` is taken once.
+        """
+    def commit(self, keys: Sequence[bytes]) -> list[bytes]:
+        """WRITING to READY; returns the keys for which that happened."""
+    def abort(self, keys: Sequence[bytes]) -> int:
+        """WRITING back to FREE; keys in other states are left alone. Returns how many."""
+
+    # --- reading ---
+    def pin(self, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """Pin READY chunks for the owner: slots and generations, in order.
+
+        Raises
+        ------
+        KeyError
+            With the first key that is not READY; nothing stays pinned.
+        """
+    def unpin(
+        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
+    ) -> None:
+        """Give owner pins back. InternalError on a pin that was not held."""
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """One access a request, in prefix order; applied suffix first, so that the tail goes first.
+
+        The first touch after a chunk's insertion renews its place; a later one counts as reuse.
+        Absent keys are passed over.
+        """
+
+    # --- secondary tiers ---
+    def pin_for_service(
+        self, keys: Sequence[bytes]
+    ) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """One service pin on each key that is READY: those keys, their slots and generations."""
+    def lend(self, n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """Up to `n` slots from the free ones, WRITING and without a key. Evicts nothing."""
+    def adopt(
+        self,
+        slots: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.uint32],
+        keys: Sequence[bytes],
+        crcs: npt.NDArray[np.uint32] | None = None,
+        saved: bool = True,
+    ) -> list[bool]:
+        """Lent slots become READY under their keys; False where the key was already there (the slot
+        is then FREE again)."""
+    def give_back(
+        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
+    ) -> None:
+        """Lent slots become FREE again, unused."""
+    def keep_free(self, n: int, limit: int = 64) -> tuple[list[bytes], list[bytes]]:
+        """Evict at most `limit` chunks until `n` slots are free: (evicted, its unsaved part)."""
+    def oldest_unsaved(self, n: int) -> list[bytes]:
+        """Up to `n` unsaved READY keys, the next victims first."""
+    def mark_saved(self, keys: Sequence[bytes]) -> None: ...
+
+    # --- removal ---
+    def drop(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Remove READY chunks without pins; returns the keys that went."""
+    def clear(self) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """Forget everything at once, without waiting.
+
+        READY slots without pins become FREE. Slots in flight (WRITING, lent or pinned) become
+        orphans: no key finds them, and they stay out of use until they are released. Returns the
+        keys that were READY, and slots and generations of the orphans.
+        """
+    def release(
+        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
+    ) -> int:
+        """Free orphans in WRITING whose writer has ended. Returns how many."""
+    def reap(self) -> int:
+        """Free orphans whose pins are all back. Called once a step; O(orphans)."""
+
+    def check(self) -> None:
+        """Walk everything; InternalError on the first invariant that does not hold."""
+    def keys(self) -> list[bytes]:
+        """READY keys, the next victim first (tests, drain)."""
