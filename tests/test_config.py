@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: what is accepted, and that whatever is not is refused by path, value and advice."""
+"""Configuration: what is accepted, and how the rest is refused: path, value and advice."""
 
 from __future__ import annotations
 
