@@ -54,7 +54,7 @@ UNITS: Mapping[str, int] = types.MappingProxyType(
 )
 """Units of a size. Case counts: ``Gb`` could be meant as bits, ``G`` and ``m`` as anything."""
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", re.ASCII)
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", re.ASCII)
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}")
 _REFERENCE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.ASCII | re.DOTALL)
 _SECRET_NAME = re.compile(
@@ -141,7 +141,7 @@ def parse_bytes(value: object, path: str) -> int:
             hint = f"did you mean {digits}{known}?" if known else f"units are {', '.join(UNITS)}"
             raise ConfigError(f"{path}: {value!r} has the unknown unit {unit!r}; {hint}")
         whole, _, fraction = digits.partition(".")
-        scale = 10 ** len(fraction)
+        scale: int = 10 ** len(fraction)
         number, rest = divmod(int(whole + fraction) * UNITS[unit or "B"], scale)
         if rest:
             raise _wrong(path, value, _SIZE_WANTED)

@@ -74,7 +74,8 @@ class Subscription:
     def put(self, event: Event) -> None:
         """For the bus: append, dropping the oldest event of a full queue."""
         self._events.append(event)
-        if self._wake is not None:
+        # The reader goes on until the queue is empty, so only the first event has to wake it.
+        if self._wake is not None and len(self._events) == 1:
             self._wake()
 
     def take(self, limit: int | None = None) -> list[Event]:
@@ -147,7 +148,8 @@ class EventBus:
         capacity : int
             Events that wait at most; beyond it the oldest are dropped.
         wake : callable, optional
-            Called on the bus's thread after each event; it must not wait or raise.
+            Called on the bus's thread when the queue is no longer empty; must not wait or raise.
+            Whoever is woken takes until the queue is empty.
         """
         subscription = Subscription(capacity, self._sequence + 1, wake)
         self._subscriptions = (*self._subscriptions, subscription)
