@@ -129,8 +129,8 @@ class Publisher:
                 sockets.append(socket)
                 # Unsent messages must not hold up the end of the process.
                 socket.linger = 0
-                # Twice a whole replay: ZMQ gives room back only after half of the mark was read, and
-                # a ROUTER without room drops in silence, here the end of the next replay.
+                # Twice a whole replay: ZMQ gives room back only after half of the mark was read,
+                # and a ROUTER without room drops in silence, here the end of the next replay.
                 socket.sndhwm = 2 * (self._limit + 2)
                 socket.ipv6 = "[" in endpoint
                 try:
