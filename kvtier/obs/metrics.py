@@ -219,6 +219,13 @@ class Registry:
                 return self._histograms[name][labels].total
             return self._counters.get(name, {}).get(labels)
 
+    def series(self, name: str) -> dict[Labels, float]:
+        """All series of a counter."""
+        with self._lock:
+            if name not in self._definitions:
+                raise InternalError(f"metric {name} is not declared")
+            return dict(self._counters.get(name, {}))
+
     def render(self) -> bytes:
         """All series in Prometheus' text format."""
         return generate_latest(self._collectors)
