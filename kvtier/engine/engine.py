@@ -127,7 +127,7 @@ class Engine:
         self._restart_at: float | None = None
         self._restarter: threading.Thread | None = None
         self._service_up = False
-        self._resources: m.Resources | None = None
+        self.resources: m.Resources | None = None
 
     def _make_carrier(self) -> Carrier | None:
         if not self.config.tiers:
@@ -437,7 +437,7 @@ class Engine:
             case m.Events():
                 self.events.emit_many(_events.decode(message.data))
             case m.Resources():
-                self._resources = message
+                self.resources = message
             case m.Closed():
                 log.error("the tier service has ended by itself: %s", message.error or "no error")
             case _:
@@ -591,11 +591,14 @@ class Engine:
                 causes[outcome] = causes.get(outcome, 0) + int(count)
         return causes
 
-    def audit(self) -> m.Resources | None:
-        """What the service held when it last answered; asks it anew. For leak checks."""
+    def audit(self) -> None:
+        """Ask the service what it holds; `resources` is None until ``poll`` has its answer.
+
+        Its metrics come with it. For leak checks.
+        """
+        self.resources = None
         if self._carrier is not None and self._service_up:
             self._carrier.send([m.Audit()])
-        return self._resources
 
     @property
     def idle(self) -> bool:
@@ -605,7 +608,8 @@ class Engine:
             planner.finds
             or planner.cascades
             or planner.out
-            or any(tier.backlog and tier.up for tier in self._tiers)
+            or planner.reset_pending
+            or any(tier.backlog and tier.writable for tier in self._tiers)
         )
 
     def check(self) -> None:

@@ -47,6 +47,8 @@ class FindJob:
         Done when nobody waits for the job any more.
     post : callable
         Takes messages for the owner.
+    presence_seconds : float
+        Time of one tier to say what it has; a hung one must not use up the request's patience.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class FindJob:
         lanes: Sequence[Lane],
         stop: asyncio.Future[None],
         post: Callable[[m.ToOwner], None],
+        presence_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._message = message
@@ -63,6 +66,7 @@ class FindJob:
         self._lanes = lanes
         self._stop = stop
         self._post = post
+        self._presence_seconds = presence_seconds
         self._clock = clock
         n = len(message.keys)
         self._state = bytearray(n)
@@ -123,9 +127,9 @@ class FindJob:
         ]
         return min(cursors, default=None)
 
-    def _context(self) -> TierContext:
+    def _context(self, seconds: float) -> TierContext:
         return TierContext(
-            deadline=self._message.deadline,
+            deadline=min(self._message.deadline, self._clock() + seconds),
             request_id=self._message.request_id,
             peer=self._message.peer,
             windowed=self._message.windowed,
@@ -139,7 +143,9 @@ class FindJob:
             if state == UNKNOWN and self._cursor[i] == position
         ]
         answer = await lane.exists(
-            [self._message.keys[i] for i in asked], self._context(), self._stop
+            [self._message.keys[i] for i in asked],
+            self._context(min(lane.config.load_seconds, self._presence_seconds)),
+            self._stop,
         )
         if isinstance(answer, Outcome):
             for i in asked:
@@ -249,7 +255,9 @@ class FindJob:
     async def _load(self, positions: list[int], items: list[Slot]) -> None:
         tier = self._message.tiers[self._cursor[positions[0]]]
         lane = self._lanes[tier]
-        outcomes, settled = await lane.load(items, self._context(), self._stop)
+        outcomes, settled = await lane.load(
+            items, self._context(lane.config.load_seconds), self._stop
+        )
         if not settled.done():
             for item in items:
                 self._held[item.slot] = settled
