@@ -9,6 +9,7 @@ and then looks whether the file still has its name and is complete.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 
@@ -91,11 +92,17 @@ def _fill(
 
 
 def join(
-    fd: int, path: str, deadline: float, *, named: bool = True
+    fd: int,
+    path: str,
+    deadline: float,
+    *,
+    named: bool = True,
+    takeover_at: float = math.inf,
 ) -> tuple[MappedFile | None, str]:
     """Lock and map an existing file (takes `fd`): the mapped file, or None and why not.
 
-    Waits until `deadline` for a creator that is at work.
+    Waits until `deadline` for a creator that is at work. From `takeover_at` on, a file of an
+    earlier start loses its name, so that a new one can be made while its last holders end.
 
     Raises
     ------
@@ -113,6 +120,8 @@ def join(
     mapped = MAPPED_FILES.adopt(fd, path)
     why = _outlived(mapped) if named else None
     if why is not None:
+        if time.monotonic() >= takeover_at:
+            mapped.lose_name()
         MAPPED_FILES.release(mapped)
         return None, f"{why} has died, while other processes still hold it (fuser {path}): end them"
     return mapped, ""
