@@ -14,7 +14,7 @@ import os
 import time
 
 from kvtier.errors import ConfigError, InternalError
-from kvtier.host import files, header, space
+from kvtier.host import files, header, numa, space
 from kvtier.host.mapping import CREATOR_BYTE, MAPPED_FILES, MappedFile
 
 POLL_SECONDS = 0.01
@@ -76,9 +76,10 @@ def _fill(
     first = min(step_bytes, layout.payload_bytes)
     try:
         # Only now, so that of many ranks that start at once a single one takes memory.
-        space.reserve(fd, 0, layout.head_bytes)
-        header.write_header(fd, encoded)
-        space.reserve(fd, layout.payload, first)
+        with numa.interleaved(numa.nodes_for(meta.ranks)):
+            space.reserve(fd, 0, layout.head_bytes)
+            header.write_header(fd, encoded)
+            space.reserve(fd, layout.payload, first)
     except OSError as exc:
         raise ConfigError(
             f"no memory for the first {space.describe(layout.head_bytes + first)} of the region "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier._core.words import Words
 from kvtier.errors import ClosedError, ConfigError, InternalError
-from kvtier.host import files, header, space
+from kvtier.host import files, header, numa, space
 from kvtier.host.mapping import MAPPED_FILES, MappedFile
 from kvtier.host.opening import POLL_SECONDS, build, join, pause, sweep_or_refuse
 from kvtier.host.populate import Populator
@@ -295,6 +295,7 @@ class Region:
             min(self._step_bytes, layout.payload_bytes),
             layout.payload_bytes,
             self._step_bytes,
+            numa.nodes_for(self.ranks),
             reserved,
             self.path,
         )

@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tests.host.fallback  # noqa: F401 (before the region: sizes of the key table)
@@ -109,6 +112,11 @@ class Commands:
         for transfer in sorted({*publish, *fail}):
             (self.region.fail if transfer in fail else self.region.publish)(rank, transfer)
 
+    def hammer(self, rank: int, count: int, step: int) -> None:
+        """Finish many transfers; each `step`-th fails."""
+        for transfer in range(count):
+            (self.region.fail if transfer % step == 3 else self.region.publish)(rank, transfer)
+
     def write(self, slot: int, text: str) -> None:
         self.region.slot_view(slot, len(text))[:] = text.encode()
 
@@ -159,39 +167,60 @@ class Commands:
             return {"pid": pid, **json.load(file)}
 
     def try_everything(self) -> dict[str, str]:
-        region = self.region
-        calls: dict[str, Callable[[], Any]] = {
-            "records": lambda: region.records,
-            "table": lambda: region.table,
-            "payload": lambda: region.payload,
-            "base_address": lambda: region.base_address,
-            "slot_view": lambda: region.slot_view(0, 1),
-            "slot_address": lambda: region.slot_address(0),
-            "available_slots": lambda: region.available_slots,
-            "fileno": region.fileno,
-            "sign": lambda: region.sign(0),
-            "unsigned": region.unsigned,
-            "publish": lambda: region.publish(0, 0),
-            "fail": lambda: region.fail(0, 0),
-            "finished": lambda: region.finished(0),
-            "finished_by_all": region.finished_by_all,
-            "failures": lambda: region.failures(0),
-            "populate": lambda: region.populate(lambda slots: None),
-        }
-        answers = {}
-        for name, call in calls.items():
-            try:
-                call()
-            except KVTierError as exc:
-                answers[name] = f"{type(exc).__name__}: {exc}"
-            else:
-                answers[name] = "went through"
-        # What stands where the region was must survive the child's end of its handle.
-        region.close()
         now = leaks.take()
-        answers["maps"] = str(now.mappings)
-        answers["fds"] = str(sum("/test-regions-" in target for target in now.fds.values()))
-        return answers
+        return {
+            **refusals(self.region),
+            "maps": str(now.mappings),
+            "fds": str(sum("/test-regions-" in target for target in now.fds.values())),
+            "place": self.take_place(),
+        }
+
+    def take_place(self) -> str:
+        """Map something where the region was, end the handle, and see whether it stays."""
+        address = self.region._mapped.address
+        size = self.region._mapped.layout.total_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        taken = files.libc().mmap(address, size, writable, flags, -1, 0) == address
+        self.region.close()
+        self.region = None
+        gc.collect()
+        kept = False
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, stop = (int(border, 16) for border in line.split()[0].split("-"))
+            kept = kept or start <= address < stop
+        return f"taken {taken}, kept {kept}"
+
+
+def refusals(region: Region) -> dict[str, str]:
+    """How each call on a region ends."""
+    calls: dict[str, Callable[[], Any]] = {
+        "records": lambda: region.records,
+        "table": lambda: region.table,
+        "payload": lambda: region.payload,
+        "base_address": lambda: region.base_address,
+        "slot_view": lambda: region.slot_view(0, 1),
+        "slot_address": lambda: region.slot_address(0),
+        "available_slots": lambda: region.available_slots,
+        "fileno": region.fileno,
+        "sign": lambda: region.sign(0),
+        "unsigned": region.unsigned,
+        "publish": lambda: region.publish(0, 0),
+        "fail": lambda: region.fail(0, 0),
+        "finished": lambda: region.finished(0),
+        "finished_by_all": region.finished_by_all,
+        "failures": lambda: region.failures(0),
+        "populate": lambda: region.populate(lambda slots: None),
+    }
+    answers = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except KVTierError as exc:
+            answers[name] = f"{type(exc).__name__}: {exc}"
+        else:
+            answers[name] = "went through"
+    return answers
 
 
 def main() -> None:

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.host import files
+from kvtier.host.mapping import TAKEOVER_BYTE
+from kvtier.host.opening import join
 from kvtier.host.region import Region, sweep
 from kvtier.testing import leaks
 from tests.host.child import geometry
@@ -276,6 +279,31 @@ def test_one_of_many_takes_the_name_over(region_dir: str, spawn: Spawn) -> None:
     assert len(os.listdir(region_dir)) == 1
 
 
+def test_name_is_taken_over_by_one_at_a_time(region_dir: str) -> None:
+    with create(region_dir) as region:
+        other = os.open(region.path, os.O_RDWR)
+        assert files.lock_byte(other, TAKEOVER_BYTE)
+        region._mapped.lose_name()
+        assert os.path.exists(region.path)
+        os.close(other)
+        region._mapped.lose_name()
+        assert not os.path.exists(region.path)
+        fd = os.open(region.path, os.O_CREAT | os.O_EXCL)
+        region._mapped.lose_name()
+        assert os.path.exists(region.path), "another inode"
+        os.unlink(region.path)
+        os.close(fd)
+
+
+def test_joiner_that_comes_as_the_last_one_leaves(region_dir: str) -> None:
+    region = create(region_dir)
+    fd = os.open(region.path, os.O_RDWR)
+    region.close()
+    assert join(fd, region.path, deadline=0) == (None, "it has just been removed")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 def test_child_with_an_inherited_descriptor(region_dir: str, spawn: Spawn) -> None:
     region = create(region_dir)
     region.slot_view(2, 3)[:] = b"abc"
@@ -309,6 +337,7 @@ def test_forked_child_refuses_use(region_dir: str, spawn: Spawn) -> None:
     os.close(writing)
     assert answers.pop("maps") == "0"
     assert answers.pop("fds") == "0"
+    assert answers.pop("place") == "taken True, kept True"
     assert len(answers) == 16
     for call, answer in answers.items():
         assert answer.startswith("ClosedError: the region"), (call, answer)
