@@ -135,6 +135,8 @@ def test_a_batch_is_applied_whole_or_not_at_all() -> None:
     assert registry.value(EVICTED) == 0
     with pytest.raises(InternalError):
         registry.value("kvtier_nothing_total")
+    with pytest.raises(InternalError):
+        registry.series("kvtier_nothing_total")
 
 
 @pytest.mark.fault("M02")
@@ -239,6 +241,9 @@ def test_whatever_is_taken_when_adds_up(steps: list[tuple[str, str, float]]) -> 
             assert seen[LOOKUPS, (("result", "hit"), ("tier", tier))] == count
     for tier, level in levels.items():
         assert seen["kvtier_tier_chunks", (("tier", tier),)] == level
+    assert registry.series("kvtier_tier_chunks") == {(tier,): one for tier, one in levels.items()}
+    assert registry.series(LOOKUPS) == {(tier, "hit"): one for tier, one in counts.items() if one}
+    assert set(registry.series(SECONDS)) == {(tier,) for tier in observed}
     bounds = next(one.buckets for one in METRICS if one.name == SECONDS)
     for tier, values in observed.items():
         assert seen[f"{SECONDS}_count", (("tier", tier),)] == len(values)

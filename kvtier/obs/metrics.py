@@ -219,6 +219,16 @@ class Registry:
                 return self._histograms[name][labels].total
             return self._counters.get(name, {}).get(labels)
 
+    def series(self, name: str) -> dict[Labels, float]:
+        """Labels to value of all series of one metric, as ``value`` gives them."""
+        with self._lock:
+            if name not in self._definitions:
+                raise InternalError(f"metric {name} is not declared")
+            found = dict(self._counters.get(name, {}))
+            found.update((key, owned[1]) for key, owned in self._gauges.get(name, {}).items())
+            found.update((key, one.total) for key, one in self._histograms.get(name, {}).items())
+            return found
+
     def render(self) -> bytes:
         """All series in Prometheus' text format."""
         return generate_latest(self._collectors)
