@@ -27,7 +27,7 @@ from kvtier.engine.planner import Planner, TierState
 from kvtier.engine.requests import Request
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
 from kvtier.host.region import Region, sweep
-from kvtier.namespace import namespace_digest, with_epoch
+from kvtier.namespace import namespace_digest, new_epoch, with_epoch
 from kvtier.obs.events import Event, EventBus
 from kvtier.obs.metrics import METRICS, Recorder, Registry, Sample
 from kvtier.runtime import messages as m
@@ -35,7 +35,7 @@ from kvtier.runtime.carrier import Carrier
 from kvtier.runtime.process import ProcessCarrier
 from kvtier.runtime.service import Memory
 from kvtier.runtime.thread import ThreadCarrier
-from kvtier.tiers.registry import tier_class
+from kvtier.tiers.registry import check_options, is_adapted, tier_class
 from kvtier.types import Geometry, Lookup, RequestContext, key_group
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,11 @@ class Engine:
     def _make_carrier(self) -> Carrier | None:
         if not self.config.tiers:
             return None
-        if self.config.isolation == "process":
+        adapted = [tier.name for tier in self.config.tiers if is_adapted(tier)]
+        if self.config.isolation == "process" and adapted:
+            # Their classes expect to live beside the scheduler.
+            log.info("isolation: thread instead of process, because of %s", ", ".join(adapted))
+        elif self.config.isolation == "process":
             return ProcessCarrier(
                 self.config,
                 self.namespace,
@@ -142,8 +146,7 @@ class Engine:
         region = self.region
 
         def memory() -> Memory:
-            slots = SlotTable(region.records, region.table, region.geometry.num_slots)
-            return Memory(region.payload, region.base_address, slots, region.geometry)
+            return Memory(region)
 
         return ThreadCarrier(self.config, self.namespace, memory)
 
@@ -152,7 +155,8 @@ class Engine:
         # What is on its way to tiers is pinned: all tiers together may pin half the host's memory.
         region_bytes = self.geometry.num_slots * self.geometry.slot_bytes
         most = region_bytes // (2 * max(1, len(self.config.tiers)))
-        for tier_config in self.config.tiers:
+        for position, tier_config in enumerate(self.config.tiers):
+            check_options(tier_config, f"tiers[{position}]")
             kind = tier_class(tier_config)
             self.registry.declare(kind.metric_definitions())
             states.append(
@@ -472,7 +476,7 @@ class Engine:
     def _restart(self) -> None:
         assert self._carrier is not None
         try:
-            self._carrier.restart()
+            self._carrier.restart(self.namespace)
         except (OSError, InternalError):
             log.exception("the tier service could not be started again")
 
@@ -488,7 +492,7 @@ class Engine:
             ended. Nothing finds them any more.
         """
         if self.config.on_reset == "new_epoch":
-            self.namespace = with_epoch(self.namespace)
+            self.namespace = with_epoch(self.namespace, new_epoch())
             self.events.epoch = self.namespace["epoch"]
         self._recorder.add("kvtier_resets_total", 1, (self.config.on_reset,))
         orphans = self._planner.reset(self.namespace)

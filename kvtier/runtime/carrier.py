@@ -37,7 +37,7 @@ class Carrier(abc.ABC):
         """False once the service has ended and touches nothing any more."""
 
     @abc.abstractmethod
-    def restart(self) -> None:
+    def restart(self, namespace: dict[str, str]) -> None:
         """Start a new service in place of a dead one; its ``Ready`` comes with ``receive``."""
 
     @abc.abstractmethod

@@ -15,12 +15,11 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvloop
 
-from kvtier._core.slots import SlotTable
 from kvtier.host.region import Region
 from kvtier.runtime import messages as m
 from kvtier.runtime.process import FRAME, FrameReader, Setup
@@ -80,24 +79,24 @@ async def _serve(
     try:
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        transport, protocol = await loop.create_connection(
-            lambda: _Connection(reader), sock=sock
+        protocol = _Connection(reader)
+        service = TierService(
+            setup.config,
+            setup.namespace,
+            Memory(region),
+            protocol.send,
+            in_scheduler_process=False,
         )
-        memory = Memory(
-            region.payload,
-            region.base_address,
-            SlotTable(region.records, region.table, region.geometry.num_slots),
-            region.geometry,
-        )
-        service = TierService(setup.config, setup.namespace, memory, protocol.send)
-        protocol.attach(service, frames)
+        protocol.service = service
+        # Before the connection: what it reads comes later.
+        protocol.start(frames)
+        transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
         service.can_send_samples = lambda: transport.get_write_buffer_size() == 0
         try:
             await service.run()
         finally:
             await protocol.drained()
             transport.close()
-            memory.release()
     finally:
         region.close()
 
@@ -107,20 +106,19 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, reader: FrameReader) -> None:
         self._reader = reader
-        self._service: TierService | None = None
+        self.service: TierService | None = None
         self._transport: asyncio.Transport | None = None
         self._lost = False
         self._writable = asyncio.Event()
         self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=0)
+        # uvloop's transports have the interface of asyncio's, but not their base.
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=0)
 
-    def attach(self, service: TierService, frames: list[bytes]) -> None:
-        """Frames go to `service` from now on, first those that came with the set-up."""
-        self._service = service
+    def start(self, frames: list[bytes]) -> None:
+        """Deliver the frames that came with the set-up."""
         for frame in frames:
             self._deliver(frame)
 
@@ -129,20 +127,20 @@ class _Connection(asyncio.Protocol):
             self._deliver(frame)
 
     def _deliver(self, frame: bytes) -> None:
-        assert self._service is not None
+        assert self.service is not None
         for message in m.service_decoder.decode(frame):
-            self._service.deliver(message)
+            self.service.deliver(message)
 
     def eof_received(self) -> bool:
-        if self._service is not None:
-            self._service.deliver(None)
+        if self.service is not None:
+            self.service.deliver(None)
         return True  # what is left to say may still go out
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._writable.set()
-        if self._service is not None:
-            self._service.deliver(None)
+        if self.service is not None:
+            self.service.deliver(None)
 
     def pause_writing(self) -> None:
         self._writable.clear()

@@ -212,9 +212,10 @@ class ProcessCarrier(Carrier):
         # Not EOF but the exit counts: until then the child's system calls may still move bytes.
         return self._process is not None and self._process.poll() is None
 
-    def restart(self) -> None:
+    def restart(self, namespace: dict[str, str]) -> None:
         if self.alive:
             raise InternalError("the service still runs")
+        self._namespace = namespace
         self._reap()
         self._spawn()
 

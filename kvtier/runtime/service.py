@@ -25,6 +25,7 @@ from kvtier._core.layout import crc32c_address
 from kvtier._core.slots import SlotTable
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.host.region import Region
 from kvtier.namespace import namespace_digest
 from kvtier.obs.events import Event
 from kvtier.obs.metrics import Recorder
@@ -47,24 +48,19 @@ SAMPLES_SECONDS = 0.5
 class Memory:
     """The region as the service sees it: makes ``Slot`` objects, takes and checks CRCs.
 
+    Owns views of the region's mapping and the checksum threads until ``close``.
+
     Parameters
     ----------
-    payload : memoryview
-        Bytes of all slots.
-    base_address : int
-        Address of slot 0.
-    slots : SlotTable
-    geometry : Geometry
+    region : Region
     """
 
-    def __init__(
-        self, payload: memoryview, base_address: int, slots: SlotTable, geometry: Geometry
-    ) -> None:
-        self.slots = slots
-        self.geometry = geometry
-        self._payload = payload
-        self._base_address = base_address
-        self._payload_bytes = geometry.payload_bytes
+    def __init__(self, region: Region) -> None:
+        self.geometry: Geometry = region.geometry
+        self.slots = SlotTable(region.records, region.table, self.geometry.num_slots)
+        self.payload = region.payload
+        self._base_address = region.base_address
+        self._payload_bytes = self.geometry.payload_bytes
         # Checksums run beside the loop, with the GIL released; two threads outrun any tier.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvtier-crc")
 
@@ -81,7 +77,7 @@ class Memory:
             slot,
             generation,
             length,
-            self._payload[start : start + length],
+            self.payload[start : start + length],
             self._base_address + start,
             crc,
         )
@@ -141,6 +137,8 @@ class TierService:
     memory : Memory
     send : callable
         Hands messages to the owner; never blocks.
+    in_scheduler_process : bool
+        Whether adapted tiers may run here.
     """
 
     def __init__(
@@ -149,12 +147,14 @@ class TierService:
         namespace: dict[str, str],
         memory: Memory,
         send: Callable[[list[m.ToOwner]], None],
+        in_scheduler_process: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._namespace = namespace
         self._memory = memory
         self._send = send
+        self._in_scheduler_process = in_scheduler_process
         self._clock = clock
         self._recorder = Recorder()
         self._tasks = TaskSet("kvtier-service")
@@ -206,6 +206,11 @@ class TierService:
             recorder=self._recorder,
             emit=self._events.append,
             clock=self._clock,
+            region_view=self._memory.payload.cast("B").cast(
+                "B", (self._memory.geometry.num_slots, self._memory.geometry.slot_bytes)
+            )
+            if self._in_scheduler_process
+            else None,
         )
         deadline = self._clock() + OPEN_SECONDS
         causes: list[str] = []
@@ -298,6 +303,7 @@ class TierService:
                 await self._open()
                 self._post(m.ResetDone())
             case m.Audit():
+                self._emit_samples()
                 self._post(
                     m.Resources(
                         tasks=len(self._tasks) + sum(lane.tasks for lane in self._lanes),

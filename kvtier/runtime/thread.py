@@ -84,7 +84,7 @@ class ThreadCarrier(Carrier):
                     self._wake()
 
     async def _serve(self) -> None:
-        service = TierService(self._config, self._namespace, self._memory(), self._deliver)
+        service = TierService(self._config, self._namespace, self._memory(), self._deliver, in_scheduler_process=True)
         self._service = service
         await service.run()
 
@@ -122,9 +122,10 @@ class ThreadCarrier(Carrier):
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def restart(self) -> None:
+    def restart(self, namespace: dict[str, str]) -> None:
         if self.alive:
             raise InternalError("the service still runs")
+        self._namespace = namespace
         self._thread = threading.Thread(target=self._main, name="kvtier-service", daemon=True)
         self._thread.start()
 
