@@ -243,7 +243,13 @@ def render(found: Mapping[str, list[str]]) -> str:
         "`pytest --fault C26` runs those of one fault. Made by `python -m tests.faults`.",
     ]
     for letter, title in AREAS.items():
-        lines += ["", f"## {title}", "", "| fault | what was seen | shown by |", "| --- | --- | --- |"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| fault | what was seen | shown by |",
+            "| --- | --- | --- |",
+        ]
         for fault, text in FAULTS.items():
             if fault[0] != letter:
                 continue
