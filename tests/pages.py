@@ -45,10 +45,10 @@ Useful questions:
 - Share of chunks that only a slower tier had:
   `sum by (tier) (rate(kvtier_lookup_chunks_total{result="hit"}[5m]))`
 - Is anything failing:
-  `sum by (tier, outcome) (rate(kvtier_chunks_total{outcome!~"done|exists|missing|dropped"}[5m])) > 0`
+  `rate(kvtier_chunks_total{outcome!~"done|exists|missing|dropped|cancelled"}[5m]) > 0`
 - Is host memory too small: `rate(kvtier_evicted_unsaved_total[5m]) > 0`
 - 99th percentile of a load:
-  `histogram_quantile(0.99, sum by (tier, le) (rate(kvtier_transfer_seconds_bucket{direction="load"}[5m])))`
+  `histogram_quantile(0.99, rate(kvtier_transfer_seconds_bucket{direction="load"}[5m]))`
 """
 
 
