@@ -95,7 +95,12 @@ class Lane:
             return ""
         if isinstance(call.error, ConfigError):
             raise call.error
-        cause = str(call.error) if call.error is not None else "its self-test did not end in time"
+        if call.error is None:
+            cause = "its self-test did not end in time"
+        else:
+            cause = str(call.error) or type(call.error).__name__
+            if not isinstance(call.error, TierLostError | OSError):
+                log.error("tier %s failed to open", self.tier.name, exc_info=call.error)
         self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
@@ -107,7 +112,7 @@ class Lane:
             pause = min(2 * pause, 30.0)
             try:
                 await self.tier.open()
-            except (ConfigError, TierLostError, OSError) as exc:
+            except Exception as exc:
                 log.warning("tier %s is still down: %s", self.tier.name, exc)
                 continue
             self._is_open = True
@@ -226,7 +231,7 @@ class Lane:
         deadline: float,
         stop: asyncio.Future[None] | None = None,
     ) -> Call[T]:
-        task = self._tasks.start(coroutine, f"call-{self.tier.name}")
+        task = self._tasks.start(coroutine, f"call-{self.tier.name}", judged=True)
         waits: set[asyncio.Future[Any]] = {task}
         if stop is not None:
             waits.add(stop)

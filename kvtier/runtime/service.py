@@ -28,13 +28,13 @@ from kvtier.errors import ConfigError
 from kvtier.host.region import Region
 from kvtier.namespace import namespace_digest
 from kvtier.obs.events import Event
-from kvtier.obs.metrics import Recorder
+from kvtier.obs.metrics import METRICS, Recorder
 from kvtier.runtime import messages as m
 from kvtier.runtime.finder import FindJob
 from kvtier.runtime.lane import Lane
 from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Slot, TierContext, TierEnv
-from kvtier.tiers.registry import make_tier
+from kvtier.tiers.registry import make_tier, tier_class
 from kvtier.types import Geometry, Outcome, key_group
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,10 @@ class TierService:
         self._send = send
         self._in_scheduler_process = in_scheduler_process
         self._clock = clock
-        self._recorder = Recorder()
+        definitions = list(METRICS)
+        for tier in config.tiers:
+            definitions += tier_class(tier).metric_definitions()
+        self._recorder = Recorder(definitions)
         self._tasks = TaskSet("kvtier-service")
         self._lanes: list[Lane] = []
         self._jobs: dict[int, Job] = {}
