@@ -286,6 +286,17 @@ def test_the_model_servers_multiprocess_directory_is_left_alone(tmp_path: Path) 
     assert int(control) > 0, "the trap is armed: prometheus_client's own counter writes there"
 
 
+def test_a_scrape_formats_without_the_lock() -> None:
+    """The scheduler's thread adds samples while a scrape is half way through."""
+    registry = Registry()
+    families = registry._families()
+    next(families)
+    assert registry._lock.acquire(blocking=False)
+    registry._lock.release()
+    registry.apply([Sample(EVICTED, (), 1.0)])
+    assert len(list(families)) == len(METRICS) - 1
+
+
 def test_recording_is_cheap() -> None:
     """A dictionary update, against a dictionary update measured beside it."""
     recorder, labels, plain = Recorder(), ("fs", "hit"), {("a", "b"): 0.0}
