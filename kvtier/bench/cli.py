@@ -13,7 +13,7 @@ from kvtier.bench.drivers.standin import Limits
 from kvtier.bench.pattern import make_shape
 from kvtier.bench.settings import Settings
 from kvtier.bench.strategies import STRATEGIES
-from kvtier.bench.workload import read_trace
+from kvtier.bench.workload import TraceRow, read_trace
 from kvtier.errors import ConfigError
 
 DESCRIPTION = """\
@@ -147,8 +147,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids of 512-token "
-        "blocks, as published with Mooncake",
+        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids of "
+        "512-token blocks, as published with Mooncake",
     )
     trace.add_argument(
         "--limit", type=integer, default=400, metavar="N", help="first N requests (default 400)"
@@ -260,7 +260,7 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         arguments.block_tokens,
         arguments.blocks_per_chunk,
     )
-    rows = ()
+    rows: tuple[TraceRow, ...] = ()
     if arguments.trace is not None:
         rows = tuple(read_trace(arguments.trace, arguments.limit))
     parent, kind = Path("."), "not used"

@@ -61,8 +61,8 @@ class CopyCounters(msgspec.Struct):
 
 
 Damage = Callable[[Words, int], bool]
-"""Called with a chunk just stored, shape (blocks, layers, words of a page), and how many were stored
-before; True if it damaged it."""
+"""Called with a chunk just stored, shape (blocks, layers, words of a page), and how many were
+stored before; True if it damaged it."""
 
 
 class CopyStream:

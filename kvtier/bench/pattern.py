@@ -4,7 +4,7 @@
 Owns one table of 64-bit words for the places inside a block. A block's words are that table
 exclusive-or one word that its hash gives. So two places of one block, and one place of two blocks,
 differ in every word; a word in the wrong place, under the wrong key, or damaged never passes.
-Thread: any; the table is read-only, and `Comparer` (which has scratch memory) belongs to one thread.
+Thread: any; the table is read-only, and a `Comparer` (which has scratch memory) belongs to one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def make_shape(
     if token_bytes < unit or token_bytes % unit:
         raise ConfigError(
             f"--scale {scale:g} leaves {token_bytes:g} bytes a token of {kv_bytes_per_token}; "
-            f"choose one that leaves a multiple of {unit} (for example {kv_bytes_per_token // 1024})"
+            f"choose one that leaves a multiple of {unit}, "
+            f"for example {kv_bytes_per_token // 1024}"
         )
     return Shape(
         layers, heads, int(token_bytes) // (layers * heads * 2), block_tokens, blocks_per_chunk

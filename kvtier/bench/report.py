@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report: a table for the terminal, a JSON file, and a page with charts. Owns no state.
 
-The page is one HTML file that needs nothing else; the charts are drawn with matplotlib, and left out
-(the page says so) where that is not installed.
+The page is one HTML file that needs nothing else; the charts are drawn with matplotlib, and left
+out (the page says so) where that is not installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #dde2ea; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 .verdict { padding: .7rem 1rem; border-left: 6px solid; font-weight: 600; margin: 1rem 0; }
-.yes { border-color: #2a7d4f; background: #e9f5ee; } .no { border-color: #b3372f; background: #fbeceb; }
+.yes { border-color: #2a7d4f; background: #e9f5ee; }
+.no { border-color: #b3372f; background: #fbeceb; }
 .unknown { color: #6b7585; } img { width: 100%; height: auto; }
 tr.new td { border-top: 2px solid #aab3c0; }
 """
@@ -71,7 +72,7 @@ _COLUMNS = (
 
 
 def _rows(report: Report) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for run in report.runs:
         base = next((r for r in report.runs if r.point == run.point and r.strategy == "none"), None)
         ratio = "-"
@@ -252,8 +253,9 @@ def render(report: Report, picture: str | None) -> str:
         out.append("</tr>")
         last = row[0]
     out.append(
-        "</table><p>Shares are of prompt tokens. <i>engine</i> is the time inside kvtier's calls on "
-        "the scheduler's thread, <i>own</i> the generator's own overhead, both of the wall time. "
+        "</table><p>Shares are of prompt tokens. <i>engine</i> is the time inside kvtier's calls "
+        "on the scheduler's thread, <i>own</i> the generator's own overhead, both of the wall "
+        "time. "
         "TTFT is the time to the first token from the intended start of the request.</p>"
     )
     out += [f"<p>{html.escape(line)}</p>" for line in _speeds(report)]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvtier.errors import ConfigError
 
@@ -180,17 +181,11 @@ class TierDirectory:
         pages = -(-size // mmap.PAGESIZE)
         with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
             vector = (ctypes.c_ubyte * pages)()
-            # A read-only mapping has no ctypes buffer; numpy-free way to its address.
-            view = memoryview(mapped)
-            address = _address(view)
-            failed = self._libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector)
-            view.release()
+            # ctypes wants a writable buffer for an address; numpy does not.
+            array = np.frombuffer(mapped, dtype=np.uint8)
+            address = ctypes.c_void_p(array.ctypes.data)
+            failed = self._libc.mincore(address, ctypes.c_size_t(size), vector)
+            del array  # else the mapping cannot be closed
         if not failed:
             self.counters.sampled_pages += pages
             self.counters.resident_pages += sum(byte & 1 for byte in vector)
-
-
-def _address(view: memoryview) -> int:
-    import numpy as np  # lazy: only the sample needs it
-
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in model server: continuous batching over the stand-in accelerator, in real time.
 
-It calls kvtier's engine as vLLM's scheduler does: answers in at the start of a step, finished copies
-committed, stores offered, waiting requests looked up and admitted, messages out at the end of the
-scheduling. Then the step's modelled compute passes in real time, while copies and tiers run. What
-stands in for the kernels (filling new blocks with their bytes) has to fit into that time; what does
-not is reported as the generator's own overhead.
+It calls kvtier's engine as vLLM's scheduler does: answers in at the start of a step, finished
+copies committed, stores offered, waiting requests looked up and admitted, messages out at the end
+of the scheduling. Then the step's modelled compute passes in real time, while copies and tiers run.
+What stands in for the kernels (filling new blocks with their bytes) has to fit into that time; what
+does not is reported as the generator's own overhead.
 
 Owns the accelerator's pool, the waiting and running requests, and the copy stream. One thread.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -27,6 +28,9 @@ from kvtier.bench.pattern import Pattern
 from kvtier.bench.workload import Request, Source
 from kvtier.errors import InternalError, KVTierError
 from kvtier.types import Lookup, RequestContext, make_key
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 IDLE_SECONDS = 0.0005
 """Pause of a step without work: how late an answer of a tier may be seen."""
@@ -283,10 +287,11 @@ class StandIn:
             self._clock.sleep_until(since + limit)
         self.times.idle += self._clock.now() - since
 
-    def _call(self, function, *arguments):  # type: ignore[no-untyped-def]  # passes any call on
+    def _call(self, function: Callable[_P, _T], *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        """One of kvtier's calls, on its account."""
         begin = self._clock.now()
         try:
-            return function(*arguments)
+            return function(*arguments, **keywords)
         finally:
             self.times.engine += self._clock.now() - begin
 
