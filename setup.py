@@ -44,9 +44,7 @@ def extension(name: str) -> Extension:
     )
 
 
-EXTENSIONS = [
-    extension(path.stem) for path in sorted(Path("kvtier/_core").glob("*.pyx"))
-]
+EXTENSIONS = [extension(path.stem) for path in sorted(Path("kvtier/_core").glob("*.pyx"))]
 
 setup(
     ext_modules=cythonize(

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slot records and key table of a region: what owner, workers and service share."""
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 from typing_extensions import Buffer
 
 RECORD_BYTES: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -74,7 +75,8 @@ class TierContext(msgspec.Struct, frozen=True):
         return max(0.0, self.deadline - clock())
 
 
-class TierEnv(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class TierEnv:
     """What the service gives a tier at construction."""
 
     geometry: Geometry
@@ -85,6 +87,10 @@ class TierEnv(msgspec.Struct, frozen=True):
     recorder: Recorder
     emit: Callable[[Event], None]
     clock: Callable[[], float] = time.monotonic
+    region_view: memoryview | None = None
+    """The region as rows, shape (slots, slot bytes); None outside the scheduler's process."""
+    offloading_spec: Any = None
+    """vLLM's spec object, for classes that were written for vLLM."""
 
 
 class Tier(abc.ABC):

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of kvtier: one set of frozen structs, from a YAML file, a mapping, or vLLM's JSON.
+
+Owns no state and runs on any thread; reading a file blocks, so it is done at start. A key that
+nobody reads, a value out of range and a name used twice are errors, never defaults. The keys of a
+tier's own stay undecoded in ``TierConfig.options``, secrets as the ``${VARIABLE}`` they were
+written as, until the tier's option struct decodes them (``decode_options``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from kvtier._yaml import load_yaml
+from kvtier.errors import ConfigError
+from kvtier.options import (
+    Bytes,
+    Count,
+    CountOrZero,
+    Port,
+    Ratio,
+    Seconds,
+    SecondsOrZero,
+    Secret,
+    decode_options,
+    format_bytes,
+    is_bytes,
+    is_reference,
+    join,
+    looks_secret,
+    parse_bytes,
+    unknown_key,
+)
+
+__all__ = [
+    "BreakerConfig",
+    "Bytes",
+    "Config",
+    "EventsConfig",
+    "MetricsConfig",
+    "Secret",
+    "TierConfig",
+    "decode_options",
+    "describe",
+    "format_bytes",
+    "load",
+    "parse",
+    "parse_bytes",
+    "parse_extra_config",
+]
+
+logger = logging.getLogger(__name__)
+
+HOST = "host"
+"""Name of the host memory tier, in metrics and events; no configured tier may take it."""
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Word = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class TierConfig(msgspec.Struct, frozen=True):
+    """One secondary tier: the keys that every tier has, and `options` for its own."""
+
+    type: Word
+    """Registered type, or the name of a class in `module_path`."""
+    name: Name = ""
+    """Label in metrics, events and logs. The type by default, with -2 and so on for the next."""
+    module_path: Word | None = None
+    """Python module of an out-of-tree tier."""
+    max_inflight_bytes: Bytes = 256 * 2**20
+    """Bytes on their way to or from the tier; at the bound, stores wait or are dropped."""
+    backpressure: Literal["defer", "drop"] | dict[str, Any] = "defer"
+    """At the bound: put the store off (and offer it again), or drop it. A mapping is the detector
+    configuration of a tier that was written for vLLM, and goes to it unread."""
+    timeout_seconds: Seconds = 30.0
+    """Deadline of every call of the tier."""
+    store_timeout_seconds: Seconds | None = None
+    """Deadline of a store; `timeout_seconds` if None."""
+    load_timeout_seconds: Seconds | None = None
+    """Deadline of a load; `timeout_seconds` if None."""
+    store_threshold: Count = 1
+    """Store a chunk when it has been offered this many times."""
+    min_prefix_tokens: CountOrZero = 0
+    """Store only chunks that end at least this far into their prompt."""
+    groups: tuple[CountOrZero, ...] | None = None
+    """KV cache groups that the tier holds; None is all."""
+    ttl_seconds: Seconds | None = None
+    """Age at which a chunk is no longer found; None is for ever."""
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    """What requests' tier filters and events call it; the tier's own value if None."""
+    options: dict[str, Any] = {}
+    """The tier's own keys, undecoded."""
+
+    @property
+    def store_seconds(self) -> float:
+        """Deadline of a store, seconds."""
+        return self.store_timeout_seconds or self.timeout_seconds
+
+    @property
+    def load_seconds(self) -> float:
+        """Deadline of a load, seconds."""
+        return self.load_timeout_seconds or self.timeout_seconds
+
+
+class BreakerConfig(msgspec.Struct, frozen=True):
+    """When a tier that fails is left alone."""
+
+    failures: Count = 5
+    """Failures in a row that open the breaker."""
+    open_seconds: Seconds = 10.0
+    """Time until one call is let through as a probe."""
+
+
+class MetricsConfig(msgspec.Struct, frozen=True):
+    """kvtier's own HTTP endpoint: ``/metrics`` and ``/healthz``."""
+
+    port: Port | None = None
+    """None opens no endpoint. Data-parallel ranks take the ports that follow."""
+    host: Word = "127.0.0.1"
+
+
+class EventsConfig(msgspec.Struct, frozen=True):
+    """kvtier's own event stream over ZMQ."""
+
+    endpoint: Word | None = None
+    """Address to bind, such as ``tcp://127.0.0.1:5557``; None publishes nothing. Data-parallel
+    ranks take the ports that follow."""
+    replay_endpoint: Word | None = None
+    """Address at which missed messages can be asked for."""
+    topic: Word = "kvtier"
+    buffer_messages: Count = 10_000
+    """Messages kept for replay, and bound of what waits to be sent."""
+
+
+class Config(msgspec.Struct, frozen=True):
+    """Everything that can be set."""
+
+    capacity_bytes: Bytes
+    """Host memory for chunks, over all ranks."""
+    policy: Literal["lru", "arc"] = "lru"
+    """Eviction policy of host memory."""
+    directory: Word = "/dev/shm"
+    """Where the region's file lives; memory, not a disk."""
+    tiers: tuple[TierConfig, ...] = ()
+    """Secondary tiers, in the order in which they are asked."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where the tiers run. Inside vLLM the default is process."""
+    promotion_slots: CountOrZero = 64
+    """Free slots kept ahead for loads from tiers."""
+    hold_bytes: Bytes | None = None
+    """Bound of chunks held for waiting requests; `max_hold_ratio` of the capacity if None."""
+    max_hold_ratio: Ratio = 0.5
+    lookup_timeout_seconds: Seconds = 1.0
+    """A lookup in the tiers without an answer by then is a miss."""
+    flush_on_shutdown_seconds: SecondsOrZero = 0.0
+    """Time to save, at shutdown, what only host memory holds; 0 saves nothing."""
+    on_reset: Literal["new_epoch", "keep"] = "new_epoch"
+    """What a cache reset does to the tiers: nothing from before it is found again, or all is."""
+    verify_host: Literal["off", "sampled", "always"] = "off"
+    """Check chunks in host memory against their CRC-32C before they are loaded."""
+    breaker: BreakerConfig = BreakerConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    events: EventsConfig = EventsConfig()
+    namespace: dict[str, str] = {}
+    """Further namespace fields: bytes are shared only between instances that agree in them."""
+
+    @property
+    def max_hold_bytes(self) -> int:
+        """Bound of held and lent bytes together."""
+        return self.hold_bytes or max(1, int(self.capacity_bytes * self.max_hold_ratio))
+
+
+COMMON_KEYS = frozenset(TierConfig.__struct_fields__) - {"options"}
+"""Keys that every tier has."""
+
+VLLM_KEYS = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "block_size",
+        "blocks_per_chunk",
+        "canonical_layout",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+    }
+)
+"""Keys of ``kv_connector_extra_config`` that vLLM itself reads; they are passed over."""
+
+VLLM_NAMES: Mapping[str, str] = {
+    "cpu_bytes_to_use": "capacity_bytes",
+    "eviction_policy": "policy",
+    "secondary_tiers": "tiers",
+}
+"""vLLM's names of keys that kvtier has too."""
+
+
+def load(path: str | Path) -> Config:
+    """Configuration from a YAML (or JSON) file.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, is no YAML (the message has the line), or does not fit.
+    """
+    return parse(load_yaml(Path(path)), source=str(path))
+
+
+def parse(data: object, *, source: str = "<dict>") -> Config:
+    """Configuration from a mapping.
+
+    Parameters
+    ----------
+    data : Mapping
+        As the YAML file has it.
+    source : str
+        Where it came from, for the errors.
+
+    Raises
+    ------
+    ConfigError
+    """
+    try:
+        return _parse(data)
+    except ConfigError as exc:
+        raise exc if source == "<dict>" else ConfigError(f"{source}: {exc}") from exc
+
+
+def parse_extra_config(extra: Mapping[str, Any]) -> Config:
+    """Configuration from vLLM's ``kv_connector_extra_config``.
+
+    vLLM's own keys are passed over, its names for what kvtier has too keep their meaning, and
+    ``isolation`` is process unless set. One warning names all secrets that stand there in clear:
+    vLLM logs this JSON.
+
+    Raises
+    ------
+    ConfigError
+    """
+    data: dict[str, Any] = {}
+    for key, value in extra.items():
+        if key in VLLM_KEYS:
+            continue
+        if key == "cache_policy_module_path":
+            raise ConfigError(f"{key}: kvtier has policies of its own; set policy to lru or arc")
+        if key == "store_threshold":
+            raise ConfigError(f"{key}: set it inside the tier that it is meant for")
+        name = VLLM_NAMES.get(key, key)
+        if name in data:
+            raise ConfigError(f"{key}: is the same as {name}, which is set too; keep one of them")
+        data[name] = value
+    backpressure = data.pop("backpressure", None)
+    if backpressure is not None and isinstance(data.get("tiers"), list | tuple):
+        data["tiers"] = [
+            {"backpressure": backpressure, **tier} if isinstance(tier, Mapping) else tier
+            for tier in data["tiers"]
+        ]
+    data.setdefault("isolation", "process")
+    literal = list(_literal_secrets(data, ""))
+    if literal:
+        logger.warning(
+            "secrets stand in kv_connector_extra_config in clear, and vLLM logs it: %s; "
+            "write them as ${VARIABLE}",
+            ", ".join(literal),
+        )
+    try:
+        return _parse(data)
+    except ConfigError as exc:
+        # The error names the key that the person typed.
+        text = str(exc)
+        for typed, name in VLLM_NAMES.items():
+            if typed in extra and text.startswith((f"{name}:", f"{name}[")):
+                text = typed + text.removeprefix(name)
+        raise ConfigError(f"kv_connector_extra_config: {text}") from exc
+
+
+def describe(config: Config) -> str:
+    """The effective configuration as YAML, with secrets masked; ``load`` reads it."""
+    data = _plain(config)
+    for tier in data["tiers"]:
+        options = tier.pop("options")
+        tier.update(_masked(options))
+    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _parse(data: object) -> Config:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"the configuration is a mapping of keys to values, got {data!r:.80}")
+    known = Config.__struct_fields__
+    for key in data:
+        if key not in known:
+            raise unknown_key("", key, known)
+    tiers = data.get("tiers", ())
+    if not isinstance(tiers, list | tuple):
+        raise ConfigError(f"tiers: is a list, each entry with its type, got {tiers!r:.80}")
+    config = decode_options(Config, {key: data[key] for key in data if key != "tiers"}, "")
+    return msgspec.structs.replace(config, tiers=_tiers(tiers))
+
+
+def _tiers(entries: list[Any] | tuple[Any, ...]) -> tuple[TierConfig, ...]:
+    decoded = [_tier(entry, f"tiers[{index}]") for index, entry in enumerate(entries)]
+    taken = {HOST: HOST}
+    for index, tier in enumerate(decoded):
+        if tier.name:
+            if tier.name in taken:
+                raise ConfigError(
+                    f"tiers[{index}].name: {tier.name!r} is the name of {taken[tier.name]} already;"
+                    f" give each tier a name of its own"
+                )
+            taken[tier.name] = f"tiers[{index}]"
+    named = []
+    for index, tier in enumerate(decoded):
+        if not tier.name:
+            name, number = tier.type, 1
+            while name in taken:
+                number += 1
+                name = f"{tier.type}-{number}"
+            taken[name] = f"tiers[{index}]"
+            tier = msgspec.structs.replace(tier, name=name)
+        named.append(tier)
+    return tuple(named)
+
+
+def _tier(entry: object, path: str) -> TierConfig:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{path}: is a mapping with a type, got {entry!r:.80}")
+    common: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in entry.items():
+        if not isinstance(key, str):
+            raise unknown_key(path, key, COMMON_KEYS)
+        (common if key in COMMON_KEYS else options)[key] = value
+    tier = decode_options(TierConfig, common, path)
+    return msgspec.structs.replace(tier, options=options)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, msgspec.Struct):
+        plain = {}
+        for field in msgspec.structs.fields(value):
+            item = getattr(value, field.name)
+            plain[field.name] = (
+                format_bytes(item) if is_bytes(field.type) and item is not None else _plain(item)
+            )
+        return plain
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _masked(options: Any) -> Any:
+    if isinstance(options, Mapping):
+        return {
+            key: "***" if looks_secret(str(key)) and not is_reference(item) else _masked(item)
+            for key, item in options.items()
+        }
+    if isinstance(options, list):
+        return [_masked(item) for item in options]
+    return options
+
+
+def _literal_secrets(data: Any, path: str) -> Iterator[str]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            where = join(path, str(key))
+            if isinstance(value, str) and looks_secret(str(key)) and not is_reference(value):
+                yield where
+            else:
+                yield from _literal_secrets(value, where)
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from _literal_secrets(value, f"{path}[{index}]")

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner remembers of one request, from its first lookup to its end."""
+
+from __future__ import annotations
+
+from kvtier.types import RequestContext
+
+ASKED, COMING, GONE, LOADED = 1, 2, 3, 4
+"""Of a key that was not in host memory: nobody knows yet; a tier has it; not to be had; it came."""
+
+
+class Request:
+    """State of one request. Plain data; the planner changes it."""
+
+    __slots__ = (
+        "context",
+        "counted",
+        "finds",
+        "fresh",
+        "held",
+        "hits",
+        "hold_until",
+        "load_until",
+        "sources",
+        "status",
+        "tiers",
+        "used",
+        "wait_until",
+        "window_left",
+    )
+
+    def __init__(self, context: RequestContext, tiers: list[int]) -> None:
+        self.context = context
+        self.tiers = tiers
+        """Tiers it may load from, in order."""
+        self.status: dict[bytes, int] = {}
+        """Every key that was once not in host memory."""
+        self.fresh: list[bytes] = []
+        """Keys to ask the tiers about at the end of this step."""
+        self.hits: list[bytes] = []
+        """Keys answered HIT since the end of the last step."""
+        self.held: dict[bytes, tuple[int, int]] = {}
+        """Pinned until the request loads them, ends, or `hold_until`: slot and generation."""
+        self.hold_until = 0.0
+        self.wait_until: float | None = None
+        """When its lookups become misses, unless there is news before. None: it never waited."""
+        self.load_until = 0.0
+        """When they do so in any case."""
+        self.used: dict[bytes, None] = {}
+        """Keys it loaded or stored, in first-use order."""
+        self.counted: set[bytes] = set()
+        """Keys whose hit or miss in host memory is in the metrics already."""
+        self.finds: set[int] = set()
+        self.sources: dict[bytes, int] = {}
+        """Tier each promoted key came from."""
+        self.window_left: dict[int, int] = {}
+        """Keys of each windowed group that may still be asked in this step."""

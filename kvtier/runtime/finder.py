@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ``Find`` in the service: ask the tiers in order, load what is there as soon as it is known.
+
+Runs on the service's loop. Owns the slots lent to the job until they are in a ``Found`` or
+``Returned`` message. Loads start while later tiers are still being asked. For keys in prefix order
+only what extends the known prefix is loaded; a key that no tier has makes all behind it useless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtier.runtime import messages as m
+from kvtier.runtime.lane import Lane
+from kvtier.runtime.tasks import TaskSet
+from kvtier.tiers.base import Slot, TierContext
+from kvtier.types import Outcome, Presence
+
+if TYPE_CHECKING:
+    from kvtier.runtime.service import Memory
+
+log = logging.getLogger(__name__)
+
+LOAD_BATCH_BYTES = 8 << 20
+"""Chunks go to the owner in batches of about this size, so that the first ones are there early."""
+
+PENDING_SECONDS = 0.02
+"""Pause before a tier is asked again for chunks that are being written there."""
+
+UNKNOWN, PRESENT, ABSENT, LOADING, LOADED, FAILED = range(6)
+
+
+class FindJob:
+    """State machine of one ``Find``.
+
+    Parameters
+    ----------
+    message : Find
+    memory : Memory
+    lanes : sequence of Lane
+    stop : Future
+        Done when nobody waits for the job any more.
+    post : callable
+        Takes messages for the owner.
+    """
+
+    def __init__(
+        self,
+        message: m.Find,
+        memory: Memory,
+        lanes: Sequence[Lane],
+        stop: asyncio.Future[None],
+        post: Callable[[m.ToOwner], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._message = message
+        self._memory = memory
+        self._lanes = lanes
+        self._stop = stop
+        self._post = post
+        self._clock = clock
+        n = len(message.keys)
+        self._state = bytearray(n)
+        self._cursor = [0] * n  # position in message.tiers of the tier to ask next
+        self._outcome = [Outcome.MISSING] * n  # last failure of each key
+        self._reported = 0  # keys [0, reported) of the prefix were reported present
+        self._slots: deque[tuple[int, int]] = deque()  # lent and free to load into
+        self._lent: set[int] = set()  # every slot that has not gone back yet
+        self._held: dict[int, asyncio.Future[Any]] = {}  # those that a hung call may still touch
+        self._add_slots(message.slots, message.generations)
+        self._more_slots = True
+        self._wake = asyncio.Event()
+        self._tasks = TaskSet(f"kvtier-find-{message.job}")
+        self._loads: set[asyncio.Task[None]] = set()
+
+    def more(self, message: m.Lend | m.NoMoreSlots) -> None:
+        """Slots have come, or none will."""
+        if isinstance(message, m.Lend):
+            self._add_slots(message.slots, message.generations)
+        else:
+            self._more_slots = False
+        self._wake.set()
+
+    def _add_slots(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        self._slots.extend(zip(slots, generations, strict=True))
+        self._lent.update(slots)
+
+    async def run(self) -> None:
+        """Work until every key is loaded, absent or failed, or the deadline has passed."""
+        try:
+            while not self._over():
+                self._wake.clear()
+                tier = self._next_tier()
+                if tier is not None:
+                    await self._ask(tier)
+                    self._start_loads()
+                    continue
+                self._settle_absent()
+                self._start_loads()
+                if not self._loads and not self._waiting_for_slots():
+                    break
+                await self._wait()
+        finally:
+            await self._end()
+
+    # --- asking ---
+
+    def _over(self) -> bool:
+        return self._stop.done() or self._clock() >= self._message.deadline
+
+    def _next_tier(self) -> int | None:
+        """Position of the first tier that some key is still to be asked of."""
+        last = len(self._message.tiers)
+        cursors = [
+            cursor
+            for cursor, state in zip(self._cursor, self._state, strict=True)
+            if state == UNKNOWN and cursor < last
+        ]
+        return min(cursors, default=None)
+
+    def _context(self) -> TierContext:
+        return TierContext(
+            deadline=self._message.deadline,
+            request_id=self._message.request_id,
+            peer=self._message.peer,
+            windowed=self._message.windowed,
+        )
+
+    async def _ask(self, position: int) -> None:
+        lane = self._lanes[self._message.tiers[position]]
+        asked = [
+            i
+            for i, state in enumerate(self._state)
+            if state == UNKNOWN and self._cursor[i] == position
+        ]
+        answer = await lane.exists([self._message.keys[i] for i in asked],
+                                   self._context(), self._stop)
+        if isinstance(answer, Outcome):
+            for i in asked:
+                self._cursor[i] = position + 1
+                self._outcome[i] = answer
+            return
+        pending = False
+        for i, presence in zip(asked, answer, strict=True):
+            if presence == Presence.PRESENT:
+                self._state[i] = PRESENT
+            elif presence == Presence.ABSENT:
+                self._cursor[i] = position + 1
+            else:
+                pending = True
+        self._report_present()
+        if pending and all(p != Presence.PRESENT for p in answer):
+            self._start_loads()
+            await asyncio.sleep(PENDING_SECONDS)
+
+    def _report_present(self) -> None:
+        """Tell the owner what can be loaded, so that it can lend more slots."""
+        present = []
+        if self._message.windowed:
+            present = [i for i, state in enumerate(self._state) if state == PRESENT]
+        else:
+            while self._reported < len(self._state) and self._state[self._reported] in (
+                PRESENT,
+                LOADING,
+                LOADED,
+            ):
+                present.append(self._reported)
+                self._reported += 1
+        if present:
+            self._post(self._news(present=present))
+
+    def _settle_absent(self) -> None:
+        """All tiers have been asked: what is still unknown is absent, or failed."""
+        last = len(self._message.tiers)
+        absent, failed = [], []
+        gap = False
+        for i, state in enumerate(self._state):
+            if state == UNKNOWN and self._cursor[i] >= last:
+                gap = True
+                if self._outcome[i].failed:
+                    self._state[i] = FAILED
+                    failed.append(i)
+                else:
+                    self._state[i] = ABSENT
+                    absent.append(i)
+            elif state in (ABSENT, FAILED):
+                gap = True
+            elif state == PRESENT and gap and not self._message.windowed:
+                # Behind a gap in the prefix: of no use to this request.
+                self._state[i] = ABSENT
+                absent.append(i)
+        if absent or failed:
+            self._post(
+                self._news(
+                    absent=absent, failed=failed, outcomes=[int(self._outcome[i]) for i in failed]
+                )
+            )
+        self._report_present()
+
+    # --- loading ---
+
+    def _loadable(self) -> list[int]:
+        ready = []
+        for i, state in enumerate(self._state):
+            if state == PRESENT:
+                ready.append(i)
+            elif state in (UNKNOWN, ABSENT, FAILED) and not self._message.windowed:
+                break
+        return ready
+
+    def _waiting_for_slots(self) -> bool:
+        return self._more_slots and not self._slots and bool(self._loadable())
+
+    def _start_loads(self) -> None:
+        if not self._slots:
+            return
+        batch: list[int] = []
+        batch_bytes = 0
+        cursor = -1
+        for i in self._loadable():
+            if len(batch) == len(self._slots):
+                break
+            length = self._memory.length(self._message.keys[i])
+            if batch and (self._cursor[i] != cursor or batch_bytes + length > LOAD_BATCH_BYTES):
+                self._start_load(batch)
+                batch, batch_bytes = [], 0
+                if not self._slots:
+                    break
+            batch.append(i)
+            batch_bytes += length
+            cursor = self._cursor[i]
+        if batch:
+            self._start_load(batch)
+
+    def _start_load(self, positions: list[int]) -> None:
+        items = []
+        for i in positions:
+            slot, generation = self._slots.popleft()
+            items.append(self._memory.slot(self._message.keys[i], slot, generation))
+            self._state[i] = LOADING
+        self._loads.add(self._tasks.start(self._load(positions, items), "load"))
+
+    async def _load(self, positions: list[int], items: list[Slot]) -> None:
+        tier = self._message.tiers[self._cursor[positions[0]]]
+        lane = self._lanes[tier]
+        outcomes, settled = await lane.load(items, self._context(), self._stop)
+        if not settled.done():
+            for item in items:
+                self._held[item.slot] = settled
+        good = [item for item, outcome in zip(items, outcomes, strict=True)
+                if outcome is Outcome.DONE]
+        verdicts = dict(zip((item.slot for item in good), await self._memory.verify(good),
+                            strict=True))
+        loaded, slots, crcs = [], [], []
+        for i, item, outcome in zip(positions, items, outcomes, strict=True):
+            if outcome is Outcome.DONE and verdicts[item.slot]:
+                self._state[i] = LOADED
+                loaded.append(i)
+                slots.append(item.slot)
+                assert item.crc is not None
+                crcs.append(item.crc)
+                continue
+            if outcome is Outcome.DONE:
+                outcome = Outcome.CORRUPT
+                lane.count_corrupt(1)
+            # Another tier may have it; the slot is free for the next key unless a call hangs on it.
+            self._state[i] = UNKNOWN
+            self._cursor[i] += 1
+            self._outcome[i] = outcome
+            if item.slot not in self._held:
+                self._slots.append((item.slot, item.generation))
+        if loaded:
+            self._lent.difference_update(slots)
+            self._post(self._news(loaded=loaded, slots=slots, crcs=crcs, tier=tier))
+        corrupt = [
+            self._message.keys[i]
+            for i in positions
+            if self._state[i] == UNKNOWN and self._outcome[i] is Outcome.CORRUPT
+        ]
+        if corrupt:
+            log.warning("tier %s: %d corrupt chunks, not used", lane.tier.name, len(corrupt))
+            await lane.forget(corrupt)
+
+    async def _wait(self) -> None:
+        """Until a load ends, slots come, the job is stopped or its deadline passes."""
+        wake = self._tasks.start(self._wake.wait(), "wake")
+        try:
+            done, _ = await asyncio.wait(
+                {wake, self._stop, *self._loads},
+                timeout=max(0.0, self._message.deadline - self._clock()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            wake.cancel()
+        self._collect(done)
+
+    def _collect(self, done: set[asyncio.Future[Any]]) -> None:
+        for task in done & self._loads:
+            self._loads.discard(task)  # type: ignore[arg-type]  # it came from there
+            if not task.cancelled() and task.exception() is not None:
+                log.error("a load failed inside kvtier", exc_info=task.exception())
+
+    async def _end(self) -> None:
+        # The lanes end their calls at the deadline or on stop, so this is short.
+        if self._loads:
+            done, _ = await asyncio.wait(self._loads)
+            self._collect(done)
+        await self._tasks.aclose()
+        cause = Outcome.CANCELLED if self._stop.done() else Outcome.TIMEOUT
+        failed, outcomes, absent = [], [], []
+        for i, state in enumerate(self._state):
+            if state == LOADING:
+                failed.append(i)  # its load raised
+                outcomes.append(int(Outcome.INTERNAL))
+            elif state == UNKNOWN and self._cursor[i] >= len(self._message.tiers):
+                failed.append(i)
+                outcomes.append(int(self._outcome[i]))
+            elif state in (UNKNOWN, PRESENT):
+                if self._over():
+                    failed.append(i)
+                    outcomes.append(int(cause))
+                else:
+                    absent.append(i)  # present, but there is no room for it
+        held = self.held
+        unused = sorted(self._lent.difference(held))
+        self._lent.intersection_update(held)
+        self._slots.clear()
+        self._post(
+            self._news(
+                absent=absent, failed=failed, outcomes=outcomes, unused=unused, final=True
+            )
+        )
+
+    @property
+    def held(self) -> dict[int, asyncio.Future[Any]]:
+        """Slots that hung calls may still touch, each with the end of its call."""
+        return {slot: call for slot, call in self._held.items() if not call.done()}
+
+    def _news(
+        self,
+        absent: Sequence[int] = (),
+        present: Sequence[int] = (),
+        loaded: Sequence[int] = (),
+        slots: Sequence[int] = (),
+        crcs: Sequence[int] = (),
+        tier: int = -1,
+        failed: Sequence[int] = (),
+        outcomes: Sequence[int] = (),
+        unused: Sequence[int] = (),
+        final: bool = False,
+    ) -> m.Found:
+        return m.Found(
+            self._message.job,
+            list(absent),
+            list(present),
+            list(loaded),
+            list(slots),
+            list(crcs),
+            tier,
+            list(failed),
+            list(outcomes),
+            list(unused),
+            final,
+        )

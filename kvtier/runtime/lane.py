@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tier under the service's care: deadlines, breakers, priorities, outcomes, metrics.
+
+Runs on the service's loop. Owns the tier, its two breakers (reading and writing) and the tasks of
+calls that did not end when they were told to. Invariant: ``Call.settled`` is done only when nothing
+started for the call touches its slots any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
+
+from kvtier.config import Config, TierConfig
+from kvtier.errors import ClosedError, ConfigError, TierLostError
+from kvtier.obs.metrics import Recorder
+from kvtier.runtime.breaker import Breaker
+from kvtier.runtime.tasks import TaskSet
+from kvtier.tiers.base import Slot, Tier, TierContext
+from kvtier.types import Outcome, Presence
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 0.05
+"""How long a cancelled call may take to clean up before its job ends without it."""
+
+STORE_PAUSE_SECONDS = 0.02
+"""How long a store lets loads of the same tier go first, at most, before each of its batches."""
+
+STORE_BATCH_BYTES = 8 << 20
+
+REOPEN_SECONDS = 1.0
+
+
+class Lane:
+    """Calls into one tier.
+
+    Parameters
+    ----------
+    index : int
+        Position of the tier in the configuration.
+    tier : Tier
+    tier_config : TierConfig
+    config : Config
+    recorder : Recorder
+    on_health : callable
+        ``on_health(index, up, cause)`` when reading from the tier starts or stops making sense.
+    clock : callable
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tier: Tier,
+        tier_config: TierConfig,
+        config: Config,
+        recorder: Recorder,
+        on_health: Callable[[int, bool, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.tier = tier
+        self.config = tier_config
+        self._recorder = recorder
+        self._on_health = on_health
+        self._clock = clock
+        self._tasks = TaskSet(f"kvtier-{tier.name}")
+        self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
+        self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
+        self._loads = 0
+        self._loads_done = asyncio.Event()
+        self._loads_done.set()
+        self._is_open = False
+        self._closing = False
+
+    # --- life ---
+
+    async def open(self, deadline: float) -> str:
+        """Open the tier: an empty string, or why it is down for now.
+
+        Raises
+        ------
+        ConfigError
+            The operator has to change something.
+        """
+        call = await self._call(self.tier.open(), deadline)
+        if call.error is None and not call.late:
+            self._is_open = True
+            return ""
+        if isinstance(call.error, ConfigError):
+            raise call.error
+        cause = str(call.error) if call.error is not None else "its self-test did not end in time"
+        self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
+        return cause
+
+    async def _reopen(self, settled: asyncio.Future[Any]) -> None:
+        await settled
+        pause = REOPEN_SECONDS
+        while not self._closing:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 30.0)
+            try:
+                await self.tier.open()
+            except (ConfigError, TierLostError, OSError) as exc:
+                log.warning("tier %s is still down: %s", self.tier.name, exc)
+                continue
+            self._is_open = True
+            log.info("tier %s is up", self.tier.name)
+            self._on_health(self.index, True, "")
+            return
+
+    async def aclose(self, deadline: float) -> None:
+        """Close the tier and end every task of the lane."""
+        self._closing = True
+        try:
+            await self.tier.aclose(deadline)
+        finally:
+            await self._tasks.aclose()
+
+    @property
+    def tasks(self) -> int:
+        """Tasks alive, for leak checks."""
+        return len(self._tasks)
+
+    # --- calls ---
+
+    async def exists(
+        self, keys: Sequence[bytes], ctx: TierContext, stop: asyncio.Future[None]
+    ) -> list[Presence] | Outcome:
+        """Presence of each key, or why the tier could not say."""
+        refused = self._refuse(self._read)
+        if refused is not None:
+            return refused
+        started = self._clock()
+        call = await self._call(self.tier.exists(keys, ctx), ctx.deadline, stop)
+        outcome = self._judge(call, self._read, stop)
+        self._recorder.observe(
+            "kvtier_lookup_seconds", self._clock() - started, (self.tier.name,)
+        )
+        if outcome is not Outcome.DONE:
+            self._count("exists", outcome, len(keys))
+            return outcome
+        result: list[Presence] = call.result
+        if len(result) != len(keys):
+            log.error(
+                "tier %s answered %d of %d keys", self.tier.name, len(result), len(keys)
+            )
+            return Outcome.INTERNAL
+        return result
+
+    async def load(
+        self, items: Sequence[Slot], ctx: TierContext, stop: asyncio.Future[None]
+    ) -> tuple[list[Outcome], asyncio.Future[Any]]:
+        """Outcomes, and a future that is done when nothing touches the slots any more."""
+        refused = self._refuse(self._read)
+        if refused is not None:
+            return [refused] * len(items), _done()
+        self._loads += 1
+        self._loads_done.clear()
+        started = self._clock()
+        try:
+            call = await self._call(self.tier.load(items, ctx), ctx.deadline, stop)
+        finally:
+            self._loads -= 1
+            if not self._loads:
+                self._loads_done.set()
+        outcomes = self._outcomes(call, items, self._read, "load", started, stop)
+        return outcomes, call.settled
+
+    async def store(
+        self, items: Sequence[Slot], ctx: TierContext, stop: asyncio.Future[None]
+    ) -> tuple[list[Outcome], list[asyncio.Future[Any]]]:
+        """Like ``load``; in batches, so that loads of the same tier get in between."""
+        outcomes: list[Outcome] = []
+        settled: list[asyncio.Future[Any]] = []
+        start = 0
+        while start < len(items):
+            stop_at, batch_bytes = start, 0
+            while stop_at < len(items) and (
+                stop_at == start or batch_bytes + items[stop_at].length <= STORE_BATCH_BYTES
+            ):
+                batch_bytes += items[stop_at].length
+                stop_at += 1
+            batch = items[start:stop_at]
+            start = stop_at
+            refused = self._refuse(self._write)
+            if refused is None and (stop.done() or self._clock() >= ctx.deadline):
+                refused = Outcome.CANCELLED if stop.done() else Outcome.TIMEOUT
+                self._write.inconclusive()
+            if refused is not None:
+                self._count("store", refused, len(batch))
+                outcomes += [refused] * len(batch)
+                continue
+            if not self._loads_done.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STORE_PAUSE_SECONDS):
+                        await self._loads_done.wait()
+            started = self._clock()
+            call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
+            outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
+            settled.append(call.settled)
+        return outcomes, settled
+
+    def count_corrupt(self, chunks: int) -> None:
+        """Loaded chunks whose bytes turned out wrong after the tier had called them good."""
+        self._recorder.add("kvtier_corrupt_chunks_total", chunks, (self.tier.name,))
+
+    async def forget(self, keys: Sequence[bytes]) -> None:
+        """Tell the tier that its copies of `keys` are corrupt."""
+        call = await self._call(self.tier.forget(keys), self._clock() + 5.0)
+        if call.error is not None:
+            log.warning("tier %s could not forget corrupt chunks: %s", self.tier.name, call.error)
+
+    # --- the rest ---
+
+    def _refuse(self, breaker: Breaker) -> Outcome | None:
+        if self._closing or not self._is_open:
+            return Outcome.LOST
+        return None if breaker.allow(self._clock()) else Outcome.DROPPED
+
+    async def _call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        deadline: float,
+        stop: asyncio.Future[None] | None = None,
+    ) -> Call[T]:
+        task = self._tasks.start(coroutine, f"call-{self.tier.name}")
+        waits: set[asyncio.Future[Any]] = {task}
+        if stop is not None:
+            waits.add(stop)
+        await asyncio.wait(
+            waits,
+            timeout=max(0.0, deadline - self._clock()),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE_SECONDS)
+            return Call(task, late=True)
+        return Call(task, late=False)
+
+    def _judge(
+        self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]
+    ) -> Outcome:
+        """Outcome of a call as a whole, told to the breaker."""
+        if call.late:
+            if stop.done():
+                breaker.inconclusive()
+                return Outcome.CANCELLED
+            self._failed(breaker, "no answer before the deadline")
+            return Outcome.TIMEOUT
+        if call.error is None:
+            self._succeeded(breaker)
+            return Outcome.DONE
+        if isinstance(call.error, asyncio.CancelledError):
+            breaker.inconclusive()
+            return Outcome.CANCELLED
+        self._failed(breaker, str(call.error) or type(call.error).__name__)
+        if isinstance(call.error, TierLostError | ClosedError | ConnectionError):
+            return Outcome.LOST
+        if isinstance(call.error, OSError):
+            return Outcome.IO
+        log.error("tier %s raised", self.tier.name, exc_info=call.error)
+        return Outcome.INTERNAL
+
+    def _outcomes(
+        self,
+        call: Call[list[Outcome]],
+        items: Sequence[Slot],
+        breaker: Breaker,
+        operation: str,
+        started: float,
+        stop: asyncio.Future[None],
+    ) -> list[Outcome]:
+        seconds = self._clock() - started
+        if call.late or call.error is not None:
+            outcome = self._judge(call, breaker, stop)
+            self._count(operation, outcome, len(items))
+            return [outcome] * len(items)
+        outcomes = call.result
+        if len(outcomes) != len(items):
+            log.error("tier %s gave %d outcomes for %d chunks", self.tier.name, len(outcomes),
+                      len(items))
+            self._failed(breaker, "it returned a wrong number of outcomes")
+            self._count(operation, Outcome.INTERNAL, len(items))
+            return [Outcome.INTERNAL] * len(items)
+        moved_bytes = 0
+        failure: Outcome | None = None
+        succeeded = False
+        for item, outcome in zip(items, outcomes, strict=True):
+            self._count(operation, outcome, 1)
+            if outcome is Outcome.DONE:
+                moved_bytes += item.length
+            elif outcome is Outcome.CORRUPT:
+                self.count_corrupt(1)
+            if outcome.failed and outcome is not Outcome.CORRUPT:
+                failure = outcome
+            elif outcome.ok or outcome is Outcome.MISSING:
+                succeeded = True
+        name = self.tier.name
+        self._recorder.observe("kvtier_transfer_seconds", seconds, (name, operation))
+        self._recorder.add("kvtier_transfer_bytes_total", moved_bytes, (name, operation))
+        if succeeded:
+            self._succeeded(breaker)
+        elif failure is not None:
+            self._failed(breaker, failure.name.lower())
+        else:
+            breaker.inconclusive()
+        return outcomes
+
+    def _count(self, operation: str, outcome: Outcome, chunks: int) -> None:
+        self._recorder.add(
+            "kvtier_chunks_total", chunks, (self.tier.name, operation, outcome.name.lower())
+        )
+
+    def _succeeded(self, breaker: Breaker) -> None:
+        if breaker.success():
+            log.info("tier %s works again", self.tier.name)
+            self._gauge()
+            if breaker is self._read:
+                self._on_health(self.index, True, "")
+
+    def _failed(self, breaker: Breaker, cause: str) -> None:
+        if not breaker.failure(self._clock(), cause):
+            return
+        direction = "reads" if breaker is self._read else "writes"
+        log.warning("tier %s: breaker for %s opens: %s", self.tier.name, direction, cause)
+        self._recorder.add("kvtier_breaker_opened_total", 1, (self.tier.name,))
+        self._gauge()
+        if breaker is self._read:
+            self._on_health(self.index, False, cause)
+            until = breaker.until
+            assert until is not None
+            # The owner asks again only when told; the trial itself is the next real call.
+            asyncio.get_running_loop().call_later(
+                until - self._clock(), self._on_health, self.index, True, ""
+            )
+
+    def _gauge(self) -> None:
+        worst = max(breaker.state for breaker in (self._read, self._write))
+        self._recorder.set("kvtier_breaker_state", float(worst), (self.tier.name,))
+
+
+class Call(Generic[T]):
+    """How a call into a tier ended, or that it was given up (``late``) and may still run."""
+
+    __slots__ = ("error", "late", "settled", "_task")
+
+    def __init__(self, task: asyncio.Task[T], late: bool) -> None:
+        self._task = task
+        self.late = late
+        self.settled: asyncio.Future[Any] = task if not task.done() else _done()
+        self.error: BaseException | None = None
+        if task.done():
+            # A late call may still have ended well within its grace; it is late all the same.
+            self.error = (
+                asyncio.CancelledError() if task.cancelled() else task.exception()
+            )
+
+    @property
+    def result(self) -> T:
+        """What the call returned; only without `error`."""
+        return self._task.result()
+
+
+def _done() -> asyncio.Future[None]:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.set_result(None)
+    return future

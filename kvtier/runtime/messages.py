@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What owner and service say to each other: frozen msgspec structs, never bytes of chunks.
+
+The thread carrier passes the objects, the process carrier their msgpack form; both mean the same.
+Times are absolute on ``CLOCK_MONOTONIC``, which all processes of one host share. Slots travel as
+plain integers; pins and loans travel with the message that names them:
+
+- ``Find`` and ``Lend`` hand WRITING slots to the service, every one of which comes back in exactly
+  one ``Found`` (loaded, unused or failed) or ``Returned`` (late, after a hung call has ended).
+- ``Cascade`` hands one service pin a chunk to the service, which gives it back in the slot's word
+  by itself; ``Stored`` only tells.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Bytes = bytes
+
+
+class Find(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Where are these keys, and load them into the slots lent."""
+
+    job: int
+    request_id: str
+    keys: list[Bytes]
+    windowed: bool
+    tiers: list[int]
+    """Tiers to ask, in order."""
+    slots: list[int]
+    generations: list[int]
+    deadline: float
+    peer: str | None = None
+
+
+class Lend(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """More slots for a ``Find`` under way."""
+
+    job: int
+    slots: list[int]
+    generations: list[int]
+
+
+class NoMoreSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """No further slots come for this ``Find``: load what there is room for and end."""
+
+    job: int
+
+
+class Cascade(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy these pinned chunks to these tiers, all at the same time."""
+
+    job: int
+    request_id: str
+    keys: list[Bytes]
+    slots: list[int]
+    generations: list[int]
+    tiers: list[int]
+    deadline: float
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nobody waits for this job any more. It still ends with its last message."""
+
+    job: int
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End all jobs and serve another namespace from now on."""
+
+    namespace: dict[str, str]
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drain what is under way until `deadline`, then stop."""
+
+    deadline: float
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The service has opened its tiers: the cause of failure for each, empty when it is up."""
+
+    causes: list[str]
+    fatal: list[bool]
+    """Whether the cause is something the operator has to change."""
+    pid: int
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """News of a ``Find``; positions are indices into its keys."""
+
+    job: int
+    absent: list[int]
+    """In no tier that was asked."""
+    present: list[int]
+    """In a tier, not loaded yet."""
+    loaded: list[int]
+    slots: list[int]
+    """The slot that holds each loaded chunk."""
+    crcs: list[int]
+    tier: int
+    """Where the loaded chunks came from."""
+    failed: list[int]
+    outcomes: list[int]
+    """Cause of each failure (``Outcome``)."""
+    unused: list[int]
+    """Slots that come back."""
+    final: bool
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One tier has ended its part of a ``Cascade``: outcomes in the order of its keys."""
+
+    job: int
+    tier: int
+    outcomes: Bytes
+    """One byte a key (``Outcome``)."""
+    final: bool
+    """This was the last tier: all pins of the job are back or belong to a hung call."""
+
+
+class Returned(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Slots of an ended ``Find`` that a hung call had kept."""
+
+    job: int
+    slots: list[int]
+
+
+class Health(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A tier's breaker has changed."""
+
+    tier: int
+    up: bool
+    cause: str
+
+
+class Samples(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Metrics that the service has gathered, as the recorder drained them (msgpack)."""
+
+    data: Bytes
+
+
+class Events(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Events of the tiers themselves (evictions there), as msgpack."""
+
+    data: Bytes
+
+
+class Resources(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What the service holds, for leak checks; answer to ``Audit``."""
+
+    tasks: int
+    threads: int
+    fds: int
+    jobs: int
+
+
+class Audit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ask the service for ``Resources``."""
+
+
+class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The service has ended everything from before the ``Reset``."""
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The service has drained; nothing of it touches the region any more."""
+
+    error: str
+
+
+ToService = Find | Lend | NoMoreSlots | Cascade | Cancel | Reset | Close | Audit
+ToOwner = (
+    Ready | Found | Stored | Returned | Health | Samples | Events | Resources | ResetDone | Closed
+)
+
+encoder = msgspec.msgpack.Encoder()
+service_decoder = msgspec.msgpack.Decoder(list[ToService])
+owner_decoder = msgspec.msgpack.Decoder(list[ToOwner])

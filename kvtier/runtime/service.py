@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier service: runs every secondary tier as coroutines on one loop.
+
+Runs on an asyncio loop of its own, in a thread or in a child process (``runtime.thread``,
+``runtime.child``); both hand it the same messages. Owns one lane a tier and one task a job.
+Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a pin
+goes back only when no call touches the slot any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvtier._core.layout import crc32c_address
+from kvtier._core.slots import SlotTable
+from kvtier.config import Config
+from kvtier.errors import ConfigError
+from kvtier.host.region import Region
+from kvtier.namespace import namespace_digest
+from kvtier.obs.events import Event
+from kvtier.obs.metrics import Recorder
+from kvtier.runtime import messages as m
+from kvtier.runtime.finder import FindJob
+from kvtier.runtime.lane import Lane
+from kvtier.runtime.tasks import TaskSet
+from kvtier.tiers.base import Slot, TierContext, TierEnv
+from kvtier.tiers.registry import make_tier
+from kvtier.types import Geometry, Outcome, key_group
+
+log = logging.getLogger(__name__)
+
+OPEN_SECONDS = 5.0
+"""The tiers' self-tests have this long before the service starts without them."""
+
+SAMPLES_SECONDS = 0.5
+
+
+class Memory:
+    """The region as the service sees it: makes ``Slot`` objects, takes and checks CRCs.
+
+    Owns views of the region's mapping and the checksum threads until ``close``.
+
+    Parameters
+    ----------
+    region : Region
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.geometry: Geometry = region.geometry
+        self.slots = SlotTable(region.records, region.table, self.geometry.num_slots)
+        self.payload = region.payload
+        self._base_address = region.base_address
+        self._payload_bytes = self.geometry.payload_bytes
+        # Checksums run beside the loop, with the GIL released; two threads outrun any tier.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvtier-crc")
+
+    def length(self, key: bytes) -> int:
+        """Payload bytes of the chunk that `key` names."""
+        return self._payload_bytes[key_group(key)]
+
+    def slot(self, key: bytes, slot: int, generation: int, crc: int | None = None) -> Slot:
+        """Slot `slot` as tiers see it."""
+        start = slot * self.geometry.slot_bytes
+        length = self.length(key)
+        return Slot(
+            key,
+            slot,
+            generation,
+            length,
+            self.payload[start : start + length],
+            self._base_address + start,
+            crc,
+        )
+
+    async def take_crcs(self, items: Sequence[Slot]) -> None:
+        """Give each item its CRC, from the slot record or from the bytes."""
+        missing = []
+        for item in items:
+            item.crc = self.slots.crc(item.slot)
+            if item.crc is None:
+                missing.append(item)
+        if not missing:
+            return
+        for item, crc in zip(missing, await self._crcs(missing), strict=True):
+            item.crc = crc
+            self.slots.set_crc(item.slot, item.generation, crc)
+
+    async def verify(self, items: Sequence[Slot]) -> list[bool]:
+        """Whether the bytes of each loaded item are what its tier says they are."""
+        unverified = [item for item in items if not item.verified]
+        if unverified:
+            for item, crc in zip(unverified, await self._crcs(unverified), strict=True):
+                item.verified = crc == item.crc
+        return [item.verified for item in items]
+
+    async def _crcs(self, items: Sequence[Slot]) -> list[int]:
+        addresses = np.array([item.address for item in items], dtype=np.uint64)
+        lengths = np.array([item.length for item in items], dtype=np.int64)
+        loop = asyncio.get_running_loop()
+        crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
+        return crcs.tolist()
+
+    def close(self) -> None:
+        """End the checksum threads."""
+        self._pool.shutdown(wait=True)
+
+
+class Job:
+    """A message under way: its task, and the future that tells it to stop."""
+
+    __slots__ = ("find", "stop", "task")
+
+    def __init__(self, stop: asyncio.Future[None]) -> None:
+        self.stop = stop
+        self.find: FindJob | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class TierService:
+    """Runs the secondary tiers.
+
+    Parameters
+    ----------
+    config : Config
+    namespace : dict of str
+        Readable namespace fields.
+    memory : Memory
+    send : callable
+        Hands messages to the owner; never blocks.
+    in_scheduler_process : bool
+        Whether adapted tiers may run here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: dict[str, str],
+        memory: Memory,
+        send: Callable[[list[m.ToOwner]], None],
+        in_scheduler_process: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._memory = memory
+        self._send = send
+        self._in_scheduler_process = in_scheduler_process
+        self._clock = clock
+        self._recorder = Recorder()
+        self._tasks = TaskSet("kvtier-service")
+        self._lanes: list[Lane] = []
+        self._jobs: dict[int, Job] = {}
+        self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
+        self._out: list[m.ToOwner] = []
+        self._flush_scheduled = False
+        self._events: list[Event] = []
+        self.can_send_samples: Callable[[], bool] = lambda: True
+        """False while the owner has not read what was sent: samples wait and add up."""
+
+    # --- life ---
+
+    def deliver(self, message: m.ToService | None) -> None:
+        """A message has come in; None: the owner is gone. On the loop's thread only."""
+        self._inbox.put_nowait(message)
+
+    async def run(self) -> None:
+        """Open the tiers, work until ``Close`` or the owner's end, close the tiers."""
+        error = ""
+        deadline = self._clock() + 1.0
+        try:
+            await self._open()
+            self._tasks.start(self._send_samples(), "samples")
+            while True:
+                message = await self._inbox.get()
+                if message is None:
+                    break
+                if isinstance(message, m.Close):
+                    deadline = message.deadline
+                    await self._drain(deadline)
+                    break
+                await self._handle(message)
+        finally:
+            try:
+                error = await self._close(deadline)
+            finally:
+                self._memory.close()
+                self._emit_samples()
+                self._post(m.Closed(error))
+                self._flush()
+
+    async def _open(self) -> None:
+        env = TierEnv(
+            geometry=self._memory.geometry,
+            namespace=self._namespace,
+            namespace_digest=namespace_digest(self._namespace),
+            recorder=self._recorder,
+            emit=self._events.append,
+            clock=self._clock,
+            region_view=self._memory.payload.cast("B").cast(
+                "B", (self._memory.geometry.num_slots, self._memory.geometry.slot_bytes)
+            )
+            if self._in_scheduler_process
+            else None,
+        )
+        deadline = self._clock() + OPEN_SECONDS
+        causes: list[str] = []
+        fatal: list[bool] = []
+        self._lanes = []
+        for index, tier_config in enumerate(self._config.tiers):
+            self._lanes.append(
+                Lane(
+                    index,
+                    make_tier(tier_config, env),
+                    tier_config,
+                    self._config,
+                    self._recorder,
+                    self._health,
+                    self._clock,
+                )
+            )
+        results = await asyncio.gather(
+            *(lane.open(deadline) for lane in self._lanes), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                if not isinstance(result, ConfigError):
+                    log.error("a tier failed to open", exc_info=result)
+                causes.append(str(result) or type(result).__name__)
+                fatal.append(True)
+            else:
+                causes.append(result)
+                fatal.append(False)
+        self._post(m.Ready(causes, fatal, os.getpid()))
+
+    async def _drain(self, deadline: float) -> None:
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock()))
+
+    async def _close(self, deadline: float) -> str:
+        errors = []
+        await self._stop_jobs()
+        for lane in self._lanes:
+            try:
+                await lane.aclose(deadline)
+            except Exception as exc:  # noqa: BLE001 - reported to the owner, who closes anyway
+                log.error("tier %s failed to close", lane.tier.name, exc_info=exc)
+                errors.append(f"{lane.tier.name}: {exc}")
+        await self._tasks.aclose()
+        return "; ".join(errors)
+
+    async def _stop_jobs(self) -> None:
+        """End every job: its calls are cancelled, its final message goes out."""
+        for job in self._jobs.values():
+            if not job.stop.done():
+                job.stop.set_result(None)
+        tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # --- messages ---
+
+    async def _handle(self, message: m.ToService) -> None:
+        match message:
+            case m.Find():
+                job = self._start_job(message.job)
+                job.find = FindJob(message, self._memory, self._lanes, job.stop, self._post)
+                job.task = self._tasks.start(
+                    self._run_job(message.job, job.find.run()), f"find-{message.job}"
+                )
+            case m.Cascade():
+                job = self._start_job(message.job)
+                job.task = self._tasks.start(
+                    self._run_job(message.job, self._cascade(message, job.stop)),
+                    f"cascade-{message.job}",
+                )
+            case m.Lend() | m.NoMoreSlots():
+                found = self._jobs.get(message.job)
+                if found is not None and found.find is not None:
+                    found.find.more(message)
+                elif isinstance(message, m.Lend) and message.slots:
+                    # The job has ended meanwhile: its slots go straight back.
+                    self._post(m.Returned(message.job, message.slots))
+            case m.Cancel():
+                found = self._jobs.get(message.job)
+                if found is not None and not found.stop.done():
+                    found.stop.set_result(None)
+            case m.Reset():
+                await self._stop_jobs()
+                for lane in self._lanes:
+                    await lane.aclose(self._clock() + 1.0)
+                self._namespace = message.namespace
+                await self._open()
+                self._post(m.ResetDone())
+            case m.Audit():
+                self._emit_samples()
+                self._post(
+                    m.Resources(
+                        tasks=len(self._tasks) + sum(lane.tasks for lane in self._lanes),
+                        threads=threading.active_count(),
+                        fds=len(os.listdir("/proc/self/fd")),
+                        jobs=len(self._jobs),
+                    )
+                )
+            case _:
+                log.error("unknown message %r", message)
+
+    def _start_job(self, number: int) -> Job:
+        job = Job(asyncio.get_running_loop().create_future())
+        self._jobs[number] = job
+        return job
+
+    async def _run_job(self, number: int, coroutine: Any) -> None:
+        try:
+            await coroutine
+        finally:
+            find = self._jobs.pop(number).find
+            if find is not None and find.held:
+                self._tasks.start(self._return_later(number, find.held), f"late-{number}")
+    
+    async def _cascade(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
+        """Copy chunks to all tiers at once; the pins go back when the last call has settled."""
+        slots = self._memory.slots
+        items = [
+            self._memory.slot(key, slot, generation)
+            for key, slot, generation in zip(
+                message.keys, message.slots, message.generations, strict=True
+            )
+        ]
+        settled: list[asyncio.Future[Any]] = []
+        left = len(message.tiers)
+
+        async def one(tier: int) -> None:
+            nonlocal left
+            outcomes = [Outcome.INTERNAL] * len(items)
+            try:
+                lane = self._lanes[tier]
+                # Each tier gets slots of its own to look at: one may end long before the other.
+                copies = [
+                    self._memory.slot(item.key, item.slot, item.generation, item.crc)
+                    for item in items
+                ]
+                ctx = TierContext(deadline=message.deadline, request_id=message.request_id)
+                outcomes, calls = await lane.store(copies, ctx, stop)
+                settled.extend(calls)
+            finally:
+                for item, outcome in zip(items, outcomes, strict=True):
+                    if outcome.ok:
+                        slots.mark_saved(item.slot, item.generation)
+                left -= 1
+                self._post(m.Stored(message.job, tier, bytes(outcomes), final=left == 0))
+
+        try:
+            await self._memory.take_crcs(items)
+            await asyncio.gather(*(one(tier) for tier in message.tiers))
+        finally:
+            pending = {call for call in settled if not call.done()}
+            if pending:
+                self._tasks.start(self._unpin_later(items, pending), f"late-{message.job}")
+            else:
+                self._unpin(items)
+
+    async def _return_later(self, number: int, held: dict[int, asyncio.Future[Any]]) -> None:
+        await asyncio.wait(set(held.values()))
+        self._post(m.Returned(number, sorted(held)))
+
+    async def _unpin_later(
+        self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]
+    ) -> None:
+        await asyncio.wait(pending)
+        self._unpin(items)
+
+    def _unpin(self, items: Sequence[Slot]) -> None:
+        for item in items:
+            self._memory.slots.unpin_service(item.slot, item.generation)
+
+    # --- answers ---
+
+    def _health(self, tier: int, up: bool, cause: str) -> None:
+        self._post(m.Health(tier, up, cause))
+
+    def _post(self, message: m.ToOwner) -> None:
+        # One wake-up of the owner for all that this turn of the loop produces.
+        self._out.append(message)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._events:
+            data = msgspec.msgpack.encode(self._events)
+            self._events.clear()
+            self._out.append(m.Events(data))
+        if self._out:
+            out, self._out = self._out, []
+            self._send(out)
+
+    async def _send_samples(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLES_SECONDS)
+            if self.can_send_samples():
+                self._emit_samples()
+
+    def _emit_samples(self) -> None:
+        samples = self._recorder.take()
+        if samples:
+            self._post(m.Samples(msgspec.msgpack.encode(samples)))

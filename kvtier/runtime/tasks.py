@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A set of named tasks with one owner.
+
+Unlike ``asyncio.TaskGroup`` it lives as long as its owner, and a failing task does not take its
+neighbours with it: it is logged, and counted as a bug.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class TaskSet:
+    """Tasks that end with their owner.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of the tasks' names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, coroutine: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        """Run `coroutine` as a task of this set."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{what}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Retrieved here, so that a result nobody waits for any more is no warning at exit; who
+            # does wait for it gets it as well.
+            task.exception()
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait for it."""
+        while self._tasks:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

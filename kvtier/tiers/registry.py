@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a tier's configuration to its class and its decoded options.
+
+Knows the tiers that ship with kvtier by name and imports them when they are asked for; finds others
+through ``module_path``. Owns no state.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvtier.config import TierConfig
+from kvtier.errors import ConfigError
+from kvtier.options import decode_options, nearest
+from kvtier.tiers.adapter import AdaptedTier, is_secondary_tier_manager
+from kvtier.tiers.base import Tier, TierEnv
+
+BUILT_IN: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "example": ("kvtier.tiers.example", "ExampleTier"),
+        "fs": ("kvtier.tiers.fs.tier", "FsTier"),
+    }
+)
+
+
+def load_class(config: TierConfig) -> type[Any]:
+    """The class that a tier's ``type`` and ``module_path`` name.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such type, module or class, or the class is no tier.
+    """
+    if config.module_path is None:
+        if config.type not in BUILT_IN:
+            near = nearest(config.type, BUILT_IN)
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(
+                f"tier {config.name}: there is no type {config.type!r} (known: "
+                f"{', '.join(sorted(BUILT_IN))}){hint} A class of your own needs module_path."
+            )
+        module_path, name = BUILT_IN[config.type]
+    else:
+        module_path, name = config.module_path, config.type
+    try:
+        module = importlib.import_module(module_path)
+    except ImportError as exc:
+        raise ConfigError(
+            f"tier {config.name}: cannot import module_path {module_path!r}: {exc}"
+        ) from exc
+    kind = getattr(module, name, None)
+    if not isinstance(kind, type):
+        raise ConfigError(f"tier {config.name}: {module_path} has no class {name!r}")
+    if not issubclass(kind, Tier) and not is_secondary_tier_manager(kind):
+        raise ConfigError(
+            f"tier {config.name}: {module_path}.{name} is neither a kvtier Tier nor has it the "
+            f"methods lookup, submit_store, submit_load and get_finished_jobs"
+        )
+    return kind
+
+
+def tier_class(config: TierConfig) -> type[Tier]:
+    """Like ``load_class``; the adapter's class where the class is no kvtier Tier."""
+    kind = load_class(config)
+    return kind if issubclass(kind, Tier) else AdaptedTier
+
+
+def is_adapted(config: TierConfig) -> bool:
+    """Whether the tier is a four-method class, which runs in the scheduler's process."""
+    return not issubclass(load_class(config), Tier)
+
+
+def check_options(config: TierConfig, path: str) -> None:
+    """Decode a tier's options for their errors; secrets are expanded, not kept.
+
+    Raises
+    ------
+    ConfigError
+        With the path of the wrong key.
+    """
+    kind = load_class(config)
+    if issubclass(kind, Tier):
+        decode_options(kind.options_type, config.options, path)
+
+
+def make_tier(config: TierConfig, env: TierEnv) -> Tier:
+    """The tier, not opened yet."""
+    kind = load_class(config)
+    if not issubclass(kind, Tier):
+        return AdaptedTier(config.name, config, env, kind)
+    options = decode_options(kind.options_type, config.options, f"tier {config.name}")
+    tier: Tier = kind(config.name, options, env)
+    if config.locality is not None:
+        tier.locality = config.locality
+    return tier
