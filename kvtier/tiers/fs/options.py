@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration keys of the file tier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvtier.options import Bytes, CountOrZero, Ratio, Seconds
+
+Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+_MODES = {"user": 0o600, "group": 0o660, "all": 0o666}
+
+
+class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a tier of type ``fs``.
+
+    Raises
+    ------
+    ValueError
+        If values do not fit together.
+    """
+
+    root: str
+    """Directory of all namespaces; made when it is not there. May be shared by many instances."""
+    read_threads: Threads = 16
+    write_threads: Threads = 16
+    direct: Literal["auto", "on", "off"] = "auto"
+    """O_DIRECT: when the directory proves to support it, always (refuse otherwise), or never."""
+    fsync: bool = False
+    """Sync file and directory before a chunk counts as stored. Only a power failure needs it: a
+    file that was torn by one fails its checksum and is not used."""
+    preallocate: bool = False
+    """Reserve the space of a file before writing it, where the filesystem can."""
+    private: bool = False
+    """Only this instance uses `root`: absence is then known without asking the filesystem."""
+    access: Literal["user", "group", "all"] = "user"
+    """Who may read and write files and directories, before the umask: modes 0600, 0660 or 0666
+    (directories also x). Instances of several users that share a directory need a common group."""
+
+    capacity_bytes: Bytes | None = None
+    """Most that the files below `root` may take, of all instances together; None is no limit.
+    Kept within what other instances write in a second or two."""
+    high_watermark: Ratio = 0.95
+    """Part of the capacity at which eviction starts."""
+    low_watermark: Ratio = 0.85
+    """Part of the capacity at which eviction ends."""
+    min_free_bytes: Bytes | None = None
+    """Free space of the filesystem that is left to others."""
+    min_free_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.02
+    """The same as a part of its size; the larger one counts."""
+
+    touch_seconds: CountOrZero = 600
+    """A loaded file gets a new access time when its last one is older."""
+    stale_seconds: CountOrZero = 3600
+    """Age at which a temporary file of another host counts as left behind."""
+    rescan_seconds: Seconds = 600.0
+    """Time between two walks over the directory, which see what others wrote and removed."""
+    retry_seconds: Seconds = 5.0
+    """How long writes pause after "disk full" or "read-only"; then one store tries again."""
+    max_quarantined: CountOrZero = 16
+    """Corrupt files kept for inspection, as ``*.bad``; the oldest go first."""
+
+    def __post_init__(self) -> None:
+        if not self.root:
+            raise ValueError("root is empty, give a directory")
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}"
+            )
+
+    @property
+    def file_mode(self) -> int:
+        """Mode of new files."""
+        return _MODES[self.access]
+
+    @property
+    def directory_mode(self) -> int:
+        """Mode of new directories: x wherever a file has r."""
+        return self.file_mode | (self.file_mode & 0o444) >> 2

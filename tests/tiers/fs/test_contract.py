@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file tier passes the contract of all tiers, with O_DIRECT and through the page cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.testing.contract import TierContract
+from kvtier.tiers.base import Tier, TierEnv
+from kvtier.tiers.fs import FsOptions, FsTier
+from kvtier.tiers.fs.naming import chunk_path
+
+
+class FsContract(TierContract):
+    options: dict[str, Any] = {}
+
+    def make_tier(self, env: TierEnv, tmp_path: Path) -> Tier:
+        return FsTier("fs", FsOptions(root=str(tmp_path / "root"), **self.options), env)
+
+    def definitions(self) -> Sequence[Any]:
+        return FsTier.metric_definitions()
+
+    def raw_get(self, tier: FsTier, key: bytes) -> bytes | None:
+        path = Path(tier.path, chunk_path(key))
+        return path.read_bytes() if path.exists() else None
+
+    def raw_put(self, tier: FsTier, key: bytes, data: bytes) -> None:
+        Path(tier.path, chunk_path(key)).write_bytes(data)
+
+
+class TestDirect(FsContract):
+    options = {"direct": "auto"}
+
+
+class TestBuffered(FsContract):
+    options = {"direct": "off", "read_threads": 2, "write_threads": 1}
+
+
+class TestPrivateWithLimit(FsContract):
+    options = {"private": True, "capacity_bytes": 1 << 30, "fsync": True, "preallocate": True}
