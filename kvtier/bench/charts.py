@@ -38,7 +38,7 @@ def draw(report: Report, path: Path) -> None:
     _shares(axes[1][0], report)
     _bandwidth(axes[1][1], report)
     figure.suptitle(
-        f"kvtier bench, {report.workload}: {report.verdict.summary}", fontsize=11, wrap=True
+        f"kvtier bench, {report.workload}: {report.verdict.summary.split(':')[0]}", fontsize=12
     )
     figure.savefig(path, dpi=110)
 

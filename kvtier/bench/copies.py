@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from kvtier._core.layout import CopyPlan, PagePlan
 from kvtier.bench.accelerator import PagedBuffer
 from kvtier.bench.pattern import Comparer, Difference, Pattern, Words
 
@@ -65,6 +67,24 @@ Damage = Callable[[Words, int], bool]
 stored before; True if it damaged it."""
 
 
+def copy_plan(buffer: PagedBuffer) -> CopyPlan:
+    """kvtier's plan between the buffer and canonical blocks: the same page order on both sides."""
+    shape, page = buffer.shape, buffer.shape.page_bytes
+    pages = [
+        PagePlan(
+            base=buffer.words[layer].ctypes.data,
+            block_stride=page,
+            num_blocks=buffer.num_blocks,
+            local_bytes=page,
+            block_offset=layer * page,
+            canonical_bytes=page,
+            runs=[(0, 0, page, 1, page, page)],
+        )
+        for layer in range(shape.layers)
+    ]
+    return CopyPlan(pages, shape.block_bytes)
+
+
 class CopyStream:
     """One copy thread over one region and one accelerator buffer.
 
@@ -93,12 +113,15 @@ class CopyStream:
         self._damage = damage
         self._skip_store = skip_store
         self._chunks_stored = 0
+        self._chunks_damaged = 0
+        self._plan = copy_plan(buffer)
         self._condition = threading.Condition()
         self._loads: deque[CopyJob] = deque()
         self._stores: deque[CopyJob] = deque()
         self._finished: deque[CopyJob] = deque()
         self._outstanding = 0
         self._stopping = False
+        self._woken = False
         self._thread = threading.Thread(target=self._run, name="bench-copies")
         self.counters = CopyCounters()
 
@@ -122,15 +145,25 @@ class CopyStream:
             self._outstanding -= len(jobs)
         return jobs
 
+    def wake(self) -> None:
+        """End a ``wait`` at once. Any thread."""
+        with self._condition:
+            self._woken = True
+            self._condition.notify_all()
+
     @property
     def outstanding(self) -> int:
         """Jobs that were submitted and not collected."""
         return self._outstanding
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until a job has ended; False after `timeout_seconds`."""
+        """Wait until a job has ended, or for ``wake``; False after `timeout_seconds`."""
         with self._condition:
-            return self._condition.wait_for(lambda: bool(self._finished), timeout_seconds)
+            ended = self._condition.wait_for(
+                lambda: self._woken or bool(self._finished), timeout_seconds
+            )
+            self._woken = False
+            return ended
 
     def close(self) -> None:
         """End the thread after the jobs that are queued. Idempotent."""
@@ -169,8 +202,8 @@ class CopyStream:
     def _load(self, job: CopyJob) -> None:
         counters = self.counters
         start = time.perf_counter()
-        for piece in job.pieces:
-            self._buffer.block(piece.block)[:] = self._chunk(piece.slot)[piece.index]
+        blocks, canonical = self._addresses(job.pieces)
+        self._plan.load(blocks, canonical)
         copied = time.perf_counter()
         for piece in job.pieces:
             difference = self._comparer.compare(
@@ -189,17 +222,41 @@ class CopyStream:
     def _store(self, job: CopyJob) -> None:
         counters = self.counters
         start = time.perf_counter()
+        pieces = self._kept(job.pieces)
+        blocks, canonical = self._addresses(pieces)
         per_chunk = self._buffer.shape.blocks_per_chunk
-        for first in range(0, len(job.pieces), per_chunk):
-            chunk = self._chunk(job.pieces[first].slot)
-            number = self._chunks_stored
-            self._chunks_stored += 1
-            if self._skip_store is not None and self._skip_store(number):
-                counters.damaged_chunks += 1
-                continue
-            for piece in job.pieces[first : first + per_chunk]:
-                chunk[piece.index] = self._buffer.block(piece.block)
-            if self._damage is not None and self._damage(chunk, number):
-                counters.damaged_chunks += 1
-        counters.store_bytes += len(job.pieces) * self._buffer.shape.block_bytes
+        pages = np.array([p.slot * per_chunk + p.index for p in pieces], dtype=np.int64)
+        self._plan.store(blocks, canonical, pages)
         counters.store_seconds += time.perf_counter() - start
+        counters.store_bytes += len(pieces) * self._buffer.shape.block_bytes
+        if self._damage is None:
+            return
+        for piece in pieces[::per_chunk]:
+            if self._damage(self._chunk(piece.slot), self._chunks_damaged):
+                counters.damaged_chunks += 1
+            self._chunks_damaged += 1
+
+    def _kept(self, pieces: list[Piece]) -> list[Piece]:
+        """`pieces` without the chunks whose slots are to keep stale bytes."""
+        if self._skip_store is None:
+            return pieces
+        kept = []
+        per_chunk = self._buffer.shape.blocks_per_chunk
+        for first in range(0, len(pieces), per_chunk):
+            if self._skip_store(self._chunks_stored):
+                self.counters.damaged_chunks += 1
+            else:
+                kept += pieces[first : first + per_chunk]
+            self._chunks_stored += 1
+        return kept
+
+    def _addresses(
+        self, pieces: list[Piece]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Accelerator blocks, and where each stands in host memory."""
+        size = self._buffer.shape.block_bytes
+        base = self._region.slot_address
+        return (
+            np.array([piece.block for piece in pieces], dtype=np.int64),
+            np.array([base(p.slot) + p.index * size for p in pieces], dtype=np.uint64),
+        )

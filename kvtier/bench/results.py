@@ -149,22 +149,21 @@ def summarise(
     times: StepTimes,
     copies: CopyCounters,
     engine: EngineCounts,
-    token_bytes: int,
     sweeps: SweepCounters | None = None,
     interrupted: bool = False,
 ) -> Run:
     """`Run` from what the driver, the copy stream and kvtier counted.
 
-    Tokens that were loaded count for the tier that promoted their bytes, as far as the promoted
-    bytes go, and for host memory beyond that.
+    Tokens that were loaded count for the tier that their chunks came from.
     """
-    loaded = sum(item.loaded_tokens for item in finished)
-    left = loaded
-    tiers = {}
-    for name, size in engine.promoted_bytes.items():
-        tokens = min(left, size // token_bytes)
-        tiers[name] = tokens
-        left -= tokens
+    tiers: dict[str, int] = {}
+    for item in finished:
+        chunks = sum(item.sources.values())
+        for name, count in item.sources.items():
+            tiers[name] = tiers.get(name, 0) + item.loaded_tokens * count // chunks
+    hosted = sum(item.loaded_tokens for item in finished)
+    hosted -= sum(tokens for name, tokens in tiers.items() if name != "host")
+    tiers.pop("host", None)
     return Run(
         strategy=strategy,
         point=point,
@@ -176,7 +175,7 @@ def summarise(
         prompt_tokens=sum(item.prompt_tokens for item in finished),
         output_tokens=sum(item.output_tokens for item in finished),
         accelerator_tokens=sum(item.accelerator_tokens for item in finished),
-        host_tokens=left,
+        host_tokens=hosted,
         tier_tokens=tiers,
         computed_tokens=sum(item.computed_tokens for item in finished),
         first_token=spread([item.first_token_seconds for item in finished]),

@@ -146,7 +146,6 @@ class Runner:
                 times=server.times,
                 copies=stream.counters if stream else CopyCounters(),
                 engine=engine_counts(engine.stats()) if engine else EngineCounts(),
-                token_bytes=settings.shape.token_bytes,
                 sweeps=directory.counters if directory else None,
                 interrupted=server.stopped,
             )

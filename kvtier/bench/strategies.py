@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from kvtier.bench.drivers import EngineLike, RegionLike
 from kvtier.bench.results import EngineCounts
+from kvtier.config import parse
+from kvtier.engine.engine import EngineStats, open_engine
 from kvtier.types import Geometry
 
 STRATEGIES = ("none", "host", "host+fs")
@@ -53,10 +55,6 @@ class KVTierOpener:
     def __call__(
         self, strategy: str, geometry: Geometry, tier_directory: Path | None
     ) -> tuple[EngineLike, RegionLike]:
-        # lazy: --help, and tests with a fake, need neither the engine nor the extensions
-        from kvtier.config import parse
-        from kvtier.engine.engine import open_engine
-
         engine, region = open_engine(
             parse(self.config(strategy, geometry, tier_directory), source=f"strategy {strategy}"),
             geometry,
@@ -64,12 +62,12 @@ class KVTierOpener:
         return engine, region
 
 
-def engine_counts(stats: Any) -> EngineCounts:
+def engine_counts(stats: EngineStats) -> EngineCounts:
     """kvtier's counters, as far as the report shows them."""
     return EngineCounts(
-        promoted_bytes=dict(stats.promoted_bytes),
-        stored_bytes=dict(stats.stored_bytes),
+        promoted_bytes=stats.loaded_bytes,
+        stored_bytes=stats.stored_bytes,
         evicted=stats.evicted,
         evicted_unsaved=stats.evicted_unsaved,
-        failures={str(cause): count for cause, count in stats.failures.items()},
+        failures=stats.failures,
     )

@@ -21,12 +21,15 @@ FREE, WRITING, READY = 0, 1, 2
 
 class FakeRegion:
     def __init__(self, geometry: Geometry) -> None:
-        self.memory = bytearray(geometry.num_slots * geometry.slot_bytes)
+        self.memory = np.zeros(geometry.num_slots * geometry.slot_bytes, dtype=np.uint8)
         self.slot_bytes = geometry.slot_bytes
 
     def slot_view(self, slot: int, length: int) -> memoryview:
         start = slot * self.slot_bytes
         return memoryview(self.memory)[start : start + length]
+
+    def slot_address(self, slot: int) -> int:
+        return self.memory.ctypes.data + slot * self.slot_bytes
 
 
 class FakeEngine:
@@ -41,8 +44,8 @@ class FakeEngine:
         self.counts = SimpleNamespace(
             host_hits=0,
             tier_hits={},
-            misses=0,
-            promoted_bytes={},
+            host_misses=0,
+            loaded_bytes={},
             stored_bytes={},
             evicted=0,
             evicted_unsaved=0,
@@ -50,6 +53,7 @@ class FakeEngine:
         )
         self.closed = False
         self.held: set[bytes] = set()
+        self.promoted: set[bytes] = set()
 
     def on_new_request(self, ctx: RequestContext) -> None:
         assert ctx.request_id not in self.live
@@ -94,7 +98,8 @@ class FakeEngine:
                     self.region.slot_view(slot, self.length)[:] = self.tier[key]
                     self.entries[key] = [slot, READY, 0]
                     self.held.add(key)
-                    promoted = self.counts.promoted_bytes
+                    self.promoted.add(key)
+                    promoted = self.counts.loaded_bytes
                     promoted["fs"] = promoted.get("fs", 0) + self.length
         self.held_age()
 
@@ -125,10 +130,6 @@ class FakeEngine:
             if self.tier is not None:
                 self.tier[key] = bytes(self.region.slot_view(entry[0], self.length))
 
-    def abort(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
-        for key in keys:
-            self.free.append(self.entries.pop(key)[0])
-
     def pin(self, keys: Sequence[bytes], ctx: RequestContext) -> tuple[np.ndarray, np.ndarray]:
         for key in keys:
             assert self.entries[key][1] == READY
@@ -152,8 +153,11 @@ class FakeEngine:
     def end_step(self) -> None:
         return None
 
-    def has_pending_work(self) -> bool:
-        return bool(self.asked)
+    def source(self, key: bytes, ctx: RequestContext) -> str:
+        return "fs" if key in self.promoted else "host"
+
+    def on_message(self, wake: object) -> None:
+        return None
 
     def stats(self) -> SimpleNamespace:
         return self.counts

@@ -32,8 +32,8 @@ from kvtier.types import Lookup, RequestContext, make_key
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-IDLE_SECONDS = 0.0005
-"""Pause of a step without work: how late an answer of a tier may be seen."""
+IDLE_SECONDS = 0.02
+"""Longest pause of a step without work; finished copies and the tiers' answers end it."""
 
 
 class StuckError(KVTierError):
@@ -69,7 +69,9 @@ class Finished(msgspec.Struct, frozen=True):
     accelerator_tokens: int
     """Of the prompt, found in the accelerator."""
     loaded_tokens: int
-    """Loaded from host memory (promoted from another tier before, or not)."""
+    """Loaded through host memory."""
+    sources: dict[str, int]
+    """Chunks of those by the tier that they came from; "host" if they were there."""
     computed_tokens: int
     deferred_seconds: float
     """Time between the first and the last answer "not yet" of its lookups."""
@@ -104,7 +106,7 @@ class _Live:
     __slots__ = (
         "accelerator_tokens", "blocks", "computed", "copies", "ctx", "deferred_at",
         "deferred_until", "first_token", "generated", "keys", "loaded_tokens", "offered",
-        "over", "request", "state",
+        "over", "request", "sources", "state",
     )  # fmt: skip
 
     def __init__(self, request: Request, keys: list[bytes], ctx: RequestContext) -> None:
@@ -118,6 +120,8 @@ class _Live:
         """Tokens whose KV is in the accelerator."""
         self.accelerator_tokens = 0
         self.loaded_tokens = 0
+        self.sources: dict[str, int] = {}
+        """Loaded chunks by the tier that they came from."""
         self.generated = 0
         self.offered = 0
         """Chunks already offered to kvtier."""
@@ -219,6 +223,8 @@ class StandIn:
             If nothing moved for ``limits.stuck_seconds``.
         """
         self._start = self._clock.now()
+        if self._engine is not None and self._stream is not None:
+            self._engine.on_message(self._stream.wake)
         moved = 0.0
         while not self.stopped and len(self.finished) < self._source.total:
             now = self.wall_seconds
@@ -279,9 +285,9 @@ class StandIn:
     def _idle(self, since: float) -> None:
         due = self._source.next_start()
         limit = IDLE_SECONDS
-        if not self._waiting and not self._loading and due is not None:
-            limit = max(0.0, min(0.05, self._start + due - since))
-        if self._stream is not None and self._stream.outstanding:
+        if due is not None:
+            limit = min(limit, max(0.0, self._start + due - since))
+        if self._stream is not None:
             self._stream.wait(limit)
         else:
             self._clock.sleep_until(since + limit)
@@ -450,6 +456,9 @@ class StandIn:
         assert self._engine is not None
         assert self._stream is not None
         keys = live.keys[first_chunk:end_chunk]
+        for key in keys:
+            source = self._engine.source(key, live.ctx)
+            live.sources[source] = live.sources.get(source, 0) + 1
         slots, generations = self._call(self._engine.pin, keys, live.ctx)
         per_chunk = self._shape.blocks_per_chunk
         pieces = []
@@ -510,6 +519,7 @@ class StandIn:
                 output_tokens=request.output_tokens,
                 accelerator_tokens=live.accelerator_tokens,
                 loaded_tokens=live.loaded_tokens,
+                sources=live.sources,
                 computed_tokens=request.prompt_tokens
                 - live.accelerator_tokens
                 - live.loaded_tokens,
