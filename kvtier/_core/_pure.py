@@ -67,13 +67,15 @@ class PureIndex:
             return 2
         return 0
 
-    def victim(self, ghost: int | None, keep: set[bytes]) -> tuple[bytes, bool] | None:
+    def victim(
+        self, ghost: int | None, keep: set[bytes], saved_only: bool = False
+    ) -> tuple[bytes, bool] | None:
         """Evict one chunk: its key, and whether it was unsaved. REPLACE(x, p) of the figure."""
         t1 = len(self.classes[0])
         first = 0
         if self.arc and not (t1 >= 1 and (t1 > self.p or (ghost == 2 and t1 == self.p))):
             first = 1
-        for unsaved in (False, True):
+        for unsaved in (False,) if saved_only else (False, True):
             for which in (first, 1 - first):
                 for key, chunk in self.classes[which].items():
                     if chunk.state != READY or chunk.owner or chunk.service or key in keep:
@@ -163,14 +165,14 @@ class PureIndex:
         self.insert(key, self.missed(key), Chunk(READY, not saved))
         return True
 
-    def keep_free(self, n: int, limit: int) -> tuple[list[bytes], list[bytes]]:
-        evicted: list[tuple[bytes, bool]] = []
+    def keep_free(self, n: int, limit: int) -> list[bytes]:
+        evicted: list[bytes] = []
         while self.num_free < n and len(evicted) < limit:
-            victim = self.victim(None, set())
+            victim = self.victim(None, set(), saved_only=True)
             if victim is None:
                 break
-            evicted.append(victim)
-        return [k for k, _ in evicted], [k for k, unsaved in evicted if unsaved]
+            evicted.append(victim[0])
+        return evicted
 
     def clear(self) -> list[bytes]:
         """READY keys; what is in flight (lent slots stay in `lent`) becomes an orphan."""

@@ -250,8 +250,10 @@ static inline int64_t kvt_take_unsaved(kvt_index *x, unsigned cls, const kvt_mis
  * Saved chunks go before unsaved ones, in the order of the policy. Unsaved chunks met on the way
  * are put aside, at most KVT_UNSAVED_STEPS for one victim: after a long outage of the secondary
  * tiers everything is unsaved, and the scheduler's thread shall not walk over all of it at once.
+ * With saved_only they stay.
  */
-static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int *broken)
+static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int saved_only,
+                                      int *broken)
 {
     int64_t s;
     int last = 0;
@@ -262,10 +264,10 @@ static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int *brok
         for (unsigned i = 0; i < KVT_CLASSES; i++)
             if ((s = kvt_take_main(x, first ^ i, m, &more, broken)) >= 0)
                 return s;
-        for (unsigned i = 0; i < KVT_CLASSES; i++)
+        for (unsigned i = 0; !saved_only && i < KVT_CLASSES; i++)
             if ((s = kvt_take_unsaved(x, first ^ i, m, broken)) >= 0)
                 return s;
-        if (more)
+        if (more && !saved_only)
             continue; /* put-aside ones were all pinned meanwhile: go on behind them */
         if (last++ || !kvt_check_service(x, KVT_SERVICE_LAST))
             return -1;
@@ -284,7 +286,7 @@ static inline int64_t kvt_reserve(kvt_index *x, const kvt_key *k, uint32_t lengt
     x->policy->missed(x->state, &x->l, x->capacity, k, &m);
     int64_t s = kvt_pop_free(x);
     if (s == -1) {
-        s = kvt_take_victim(x, &m, &broken);
+        s = kvt_take_victim(x, &m, 0, &broken);
         if (s >= 0 && note(to, &x->t.rec[s]) < 0) {
             kvt_push_free(x, (uint32_t)s);
             return -3;

@@ -117,8 +117,8 @@ class Index:
         is then FREE again)."""
     def give_back(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Lent slots become FREE again, unused."""
-    def keep_free(self, n: int, limit: int = 64) -> tuple[list[bytes], list[bytes]]:
-        """Evict at most `limit` chunks until `n` slots are free: (evicted, its unsaved part)."""
+    def keep_free(self, n: int, limit: int = 64) -> list[bytes]:
+        """Evict at most `limit` saved chunks until `n` slots are free; returns their keys."""
     def oldest_unsaved(self, n: int) -> list[bytes]:
         """Up to `n` unsaved READY keys, the next victims first."""
     def mark_saved(self, keys: Sequence[bytes]) -> None: ...

@@ -115,7 +115,7 @@ cdef extern from "index.h":
     void kvt_reconsider(kvt_index *, uint32_t)
     int kvt_check_service(kvt_index *, int)
     bint kvt_detach(kvt_index *, uint32_t)
-    int64_t kvt_take_victim(kvt_index *, const kvt_miss *, int *)
+    int64_t kvt_take_victim(kvt_index *, const kvt_miss *, int, int *)
     int64_t kvt_reserve(
         kvt_index *, const kvt_key *, uint32_t, unsigned, kvt_note, void *) except? -3
     int kvt_adopt(kvt_index *, uint32_t, const kvt_key *, uint32_t, unsigned, uint32_t)
@@ -668,27 +668,27 @@ cdef class Index:
             PyBuffer_Release(&a)
         self.changed()
 
-    def keep_free(self, n: int, limit: int = 64) -> tuple:
-        """Evict at most `limit` chunks until `n` slots are free: (evicted, its unsaved part)."""
+    def keep_free(self, n: int, limit: int = 64) -> list:
+        """Evict at most `limit` saved chunks until `n` slots are free; returns their keys.
+
+        Room made ahead of demand never costs a chunk that only host memory holds.
+        """
         cdef uint64_t wanted = max(n, 0)
         cdef Py_ssize_t left = limit
         cdef int broken = 0
         cdef int64_t s
-        cdef list evicted = [], unsaved = []
+        cdef list evicted = []
         while self.c.num_free < wanted and left > 0:
-            s = kvt_take_victim(&self.c, NULL, &broken)
+            s = kvt_take_victim(&self.c, NULL, 1, &broken)
             if broken:
                 self.broken("a victim was not in the key table")
             if s < 0:
                 break
             kvt_push_free(&self.c, <uint32_t> s)
-            key = key_bytes(&self.c.t.rec[s])
-            evicted.append(key)
-            if kvt_flags(&self.c.t.rec[s]) & KVT_UNSAVED:
-                unsaved.append(key)
+            evicted.append(key_bytes(&self.c.t.rec[s]))
             left -= 1
         self.changed()
-        return evicted, unsaved
+        return evicted
 
     def oldest_unsaved(self, n: int) -> list:
         """Up to `n` unsaved READY keys, the next victims first.

@@ -187,17 +187,13 @@ class Planner:
         """`answer`, with the request's deadline running from its first one of this kind."""
         if request.wait_until is None:
             request.load_until = now + self._load_seconds
-            request.wait_until = min(
-                now + self._config.lookup_timeout_seconds, request.load_until
-            )
+            request.wait_until = min(now + self._config.lookup_timeout_seconds, request.load_until)
         return answer
 
     def _progress(self, request: Request, now: float) -> None:
         """The request's answers are under way: its deadline starts anew, up to that of the load."""
         if request.wait_until is not None and now < request.wait_until:
-            request.wait_until = min(
-                now + self._config.lookup_timeout_seconds, request.load_until
-            )
+            request.wait_until = min(now + self._config.lookup_timeout_seconds, request.load_until)
 
     def hit(self, keys: Sequence[bytes], request: Request) -> None:
         """`keys` were answered HIT."""
@@ -477,7 +473,7 @@ class Planner:
             if n > 0:
                 shortage = n - self.index.num_free
                 if shortage > 0:
-                    self.evicted(*self.index.keep_free(n, limit=shortage))
+                    self.evicted(self.index.keep_free(n, limit=shortage), ())
                 slots, generations = self._lend(record, n)
                 if slots:
                     self.out.append(m.Lend(record.job, slots, generations))
@@ -642,7 +638,7 @@ class Planner:
             self._flush_finds(now)
             self._flush_cascades(now)
         if self._config.promotion_slots:
-            self.evicted(*self.index.keep_free(self._config.promotion_slots))
+            self.evicted(self.index.keep_free(self._config.promotion_slots), ())
         self.index.reap()
 
     def _expire(self, now: float) -> None:

@@ -95,7 +95,12 @@ class Lane:
             return ""
         if isinstance(call.error, ConfigError):
             raise call.error
-        cause = str(call.error) if call.error is not None else "its self-test did not end in time"
+        if call.error is None:
+            cause = "its self-test did not end in time"
+        else:
+            cause = str(call.error) or type(call.error).__name__
+            if not isinstance(call.error, TierLostError | OSError):
+                log.error("tier %s failed to open", self.tier.name, exc_info=call.error)
         self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
@@ -107,7 +112,7 @@ class Lane:
             pause = min(2 * pause, 30.0)
             try:
                 await self.tier.open()
-            except (ConfigError, TierLostError, OSError) as exc:
+            except Exception as exc:
                 log.warning("tier %s is still down: %s", self.tier.name, exc)
                 continue
             self._is_open = True
@@ -140,17 +145,13 @@ class Lane:
         started = self._clock()
         call = await self._call(self.tier.exists(keys, ctx), ctx.deadline, stop)
         outcome = self._judge(call, self._read, stop)
-        self._recorder.observe(
-            "kvtier_lookup_seconds", self._clock() - started, (self.tier.name,)
-        )
+        self._recorder.observe("kvtier_lookup_seconds", self._clock() - started, (self.tier.name,))
         if outcome is not Outcome.DONE:
             self._count("exists", outcome, len(keys))
             return outcome
         result: list[Presence] = call.result
         if len(result) != len(keys):
-            log.error(
-                "tier %s answered %d of %d keys", self.tier.name, len(result), len(keys)
-            )
+            log.error("tier %s answered %d of %d keys", self.tier.name, len(result), len(keys))
             return Outcome.INTERNAL
         return result
 
@@ -230,7 +231,7 @@ class Lane:
         deadline: float,
         stop: asyncio.Future[None] | None = None,
     ) -> Call[T]:
-        task = self._tasks.start(coroutine, f"call-{self.tier.name}")
+        task = self._tasks.start(coroutine, f"call-{self.tier.name}", judged=True)
         waits: set[asyncio.Future[Any]] = {task}
         if stop is not None:
             waits.add(stop)
@@ -245,9 +246,7 @@ class Lane:
             return Call(task, late=True)
         return Call(task, late=False)
 
-    def _judge(
-        self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]
-    ) -> Outcome:
+    def _judge(self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]) -> Outcome:
         """Outcome of a call as a whole, told to the breaker."""
         if call.late:
             if stop.done():
@@ -285,8 +284,9 @@ class Lane:
             return [outcome] * len(items)
         outcomes = call.result
         if len(outcomes) != len(items):
-            log.error("tier %s gave %d outcomes for %d chunks", self.tier.name, len(outcomes),
-                      len(items))
+            log.error(
+                "tier %s gave %d outcomes for %d chunks", self.tier.name, len(outcomes), len(items)
+            )
             self._failed(breaker, "it returned a wrong number of outcomes")
             self._count(operation, Outcome.INTERNAL, len(items))
             return [Outcome.INTERNAL] * len(items)
@@ -359,9 +359,7 @@ class Call(Generic[T]):
         self.error: BaseException | None = None
         if task.done():
             # A late call may still have ended well within its grace; it is late all the same.
-            self.error = (
-                asyncio.CancelledError() if task.cancelled() else task.exception()
-            )
+            self.error = asyncio.CancelledError() if task.cancelled() else task.exception()
 
     @property
     def result(self) -> T:

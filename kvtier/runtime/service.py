@@ -28,13 +28,13 @@ from kvtier.errors import ConfigError
 from kvtier.host.region import Region
 from kvtier.namespace import namespace_digest
 from kvtier.obs.events import Event
-from kvtier.obs.metrics import Recorder
+from kvtier.obs.metrics import METRICS, Recorder
 from kvtier.runtime import messages as m
 from kvtier.runtime.finder import FindJob
 from kvtier.runtime.lane import Lane
 from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Slot, TierContext, TierEnv
-from kvtier.tiers.registry import make_tier
+from kvtier.tiers.registry import make_tier, tier_class
 from kvtier.types import Geometry, Outcome, key_group
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,10 @@ class TierService:
         self._send = send
         self._in_scheduler_process = in_scheduler_process
         self._clock = clock
-        self._recorder = Recorder()
+        definitions = list(METRICS)
+        for tier in config.tiers:
+            definitions += tier_class(tier).metric_definitions()
+        self._recorder = Recorder(definitions)
         self._tasks = TaskSet("kvtier-service")
         self._lanes: list[Lane] = []
         self._jobs: dict[int, Job] = {}
@@ -327,7 +330,7 @@ class TierService:
             find = self._jobs.pop(number).find
             if find is not None and find.held:
                 self._tasks.start(self._return_later(number, find.held), f"late-{number}")
-    
+
     async def _cascade(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
         """Copy chunks to all tiers at once; the pins go back when the last call has settled."""
         slots = self._memory.slots
@@ -374,9 +377,7 @@ class TierService:
         await asyncio.wait(set(held.values()))
         self._post(m.Returned(number, sorted(held)))
 
-    async def _unpin_later(
-        self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]
-    ) -> None:
+    async def _unpin_later(self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]) -> None:
         await asyncio.wait(pending)
         self._unpin(items)
 

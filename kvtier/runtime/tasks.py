@@ -33,19 +33,31 @@ class TaskSet:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, coroutine: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
-        """Run `coroutine` as a task of this set."""
+    def start(
+        self, coroutine: Coroutine[Any, Any, T], what: str, *, judged: bool = False
+    ) -> asyncio.Task[T]:
+        """Run `coroutine` as a task of this set.
+
+        Parameters
+        ----------
+        judged : bool
+            The caller looks at the task's exception; otherwise one is a bug, and logged.
+        """
         task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{what}")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._ended_judged if judged else self._ended)
         return task
+
+    def _ended_judged(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Retrieved, so that a call given up as late is no warning at exit.
+            task.exception()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled():
-            # Retrieved here, so that a result nobody waits for any more is no warning at exit; who
-            # does wait for it gets it as well.
-            task.exception()
+        if not task.cancelled() and task.exception() is not None:
+            log.error("task %s failed", task.get_name(), exc_info=task.exception())
 
     async def aclose(self) -> None:
         """Cancel what still runs and wait for it."""

@@ -84,7 +84,9 @@ class ThreadCarrier(Carrier):
                     self._wake()
 
     async def _serve(self) -> None:
-        service = TierService(self._config, self._namespace, self._memory(), self._deliver, in_scheduler_process=True)
+        service = TierService(
+            self._config, self._namespace, self._memory(), self._deliver, in_scheduler_process=True
+        )
         self._service = service
         await service.run()
 

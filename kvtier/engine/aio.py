@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine for people who use kvtier as a library: ``async with kvtier.open(config) as cache``.
+
+The loop that opens a ``Cache`` is the owner: all its calls run there. Owns the engine, its region
+and one future a waiting call. Bytes are copied in threads when they are many, so that the loop
+stays responsive; a slot stays pinned, or in WRITING, until its copy has really ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from typing_extensions import Buffer
+
+from kvtier.config import Config, load, parse
+from kvtier.engine.engine import Engine, EngineStats, open_engine
+from kvtier.errors import ClosedError, ConfigError
+from kvtier.host.region import Region
+from kvtier.types import (
+    Geometry,
+    GroupGeometry,
+    Lookup,
+    RequestContext,
+    key_group,
+    make_geometry,
+)
+
+T = TypeVar("T")
+
+INLINE_BYTES = 256 << 10
+"""Copies up to this size run on the loop: a thread costs more than they do."""
+
+
+class StoreResult(msgspec.Struct, frozen=True):
+    """What became of a ``Cache.store``."""
+
+    stored: list[bytes]
+    """Keys that are in host memory through this call."""
+    present: list[bytes]
+    """Keys that were there already, or that somebody else is just storing."""
+    refused: list[bytes]
+    """Keys for which host memory had no slot: all others were in use."""
+
+
+class Cache:
+    """Chunks by key, in host memory and the tiers behind it. Made by ``kvtier.open``.
+
+    All methods belong to the loop that opened the cache. A cancelled ``store`` leaves no partly
+    written chunk; a cancelled ``load`` gives its pins back when its copy has ended.
+    """
+
+    def __init__(self, engine: Engine, region: Region) -> None:
+        self._engine = engine
+        self._region = region
+        self._loop = asyncio.get_running_loop()
+        self._payload_bytes = engine.geometry.payload_bytes
+        self._store_seconds = max(
+            (tier.store_seconds for tier in engine.config.tiers), default=0.0
+        )
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._copies: set[asyncio.Future[Any]] = set()
+        self._requests = itertools.count()
+        self._closing = False
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shape of the region."""
+        return self._engine.geometry
+
+    @property
+    def engine(self) -> Engine:
+        """The scheduler-facing side of the same cache."""
+        return self._engine
+
+    # --- calls ---
+
+    async def store(
+        self, chunks: Mapping[bytes, Buffer], *, request_id: str | None = None
+    ) -> StoreResult:
+        """Copy chunks into host memory; from there they go to the tiers in the background.
+
+        Parameters
+        ----------
+        chunks : mapping of key to buffer
+            Keys in prefix order (see ``make_key``); each buffer has its group's payload bytes.
+        request_id : str, optional
+            Names the request in logs and to peers.
+
+        Raises
+        ------
+        ConfigError
+            If a buffer has not the size of its group's chunks. Nothing has been stored then.
+        """
+        self._check_open()
+        views = {key: memoryview(buffer).cast("B") for key, buffer in chunks.items()}
+        for key, view in views.items():
+            self._check_size(key, len(view))
+        context = self._context(request_id)
+        keys = list(views)
+        stored: list[bytes] = []
+        try:
+            # In portions, so that the first ones may leave for the tiers while the rest comes.
+            portion = max(1, self._engine.geometry.num_slots // 4)
+            for start in range(0, len(keys), portion):
+                stored += await self._store(keys[start : start + portion], views, context)
+        finally:
+            self._engine.finish_request(context)
+            self._step()
+        taken = set(stored)
+        rest = [key for key in keys if key not in taken]
+        # What is neither ours nor anybody else's found no slot.
+        present = [key for key in rest if self._engine.holds(key)]
+        known = set(present)
+        return StoreResult(stored, present, [key for key in rest if key not in known])
+
+    async def _store(
+        self, keys: list[bytes], views: Mapping[bytes, memoryview], context: RequestContext
+    ) -> list[bytes]:
+        deadline = self._loop.time() + self._store_seconds
+        while self._engine.make_room(len(keys)) < len(keys) and self._loop.time() < deadline:
+            # Chunks that no tier has yet would have to go. The tiers are at it: wait for them.
+            self._step()
+            if self._engine.idle:
+                break
+            await self._news()
+        reservation = self._engine.reserve(keys, context)
+        reserved = reservation.keys
+        done = False
+        try:
+            await self._copy(
+                [
+                    (self._region.slot_view(slot, len(views[key])), views[key])
+                    for key, slot in zip(reserved, reservation.slots.tolist(), strict=True)
+                ]
+            )
+            done = True
+        finally:
+            if done:
+                self._engine.commit(reserved, context)
+            else:
+                self._engine.abort(reserved, context)
+        return reserved
+
+    async def load(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Buffer] | None = None,
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> list[memoryview]:
+        """Load the longest prefix of `keys` that can be had.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            In prefix order.
+        into : sequence of writable buffers, optional
+            Where to; new memory by default.
+        timeout_seconds : float, optional
+            Return what is there by then. By default the configuration's lookup and load timeouts
+            decide.
+
+        Returns
+        -------
+        list of memoryview
+            One for each key of the prefix that was found; shorter than `keys` where one is missing.
+            Verified against the checksum that was taken when the chunk left host memory, if it has.
+        """
+        self._check_open()
+        targets = None
+        if into is not None:
+            if len(into) != len(keys):
+                raise ConfigError(f"{len(keys)} keys but {len(into)} buffers to load into")
+            targets = [memoryview(buffer).cast("B") for buffer in into]
+            for key, target in zip(keys, targets, strict=True):
+                self._check_size(key, len(target))
+        context = self._context(request_id)
+        try:
+            ready = await self._await_ready(keys, context, timeout_seconds)
+            found = list(keys[:ready])
+            slots, generations = self._engine.pin(found, context)
+            try:
+                lengths = [self._payload_bytes[key_group(key)] for key in found]
+                if targets is None:
+                    targets = [memoryview(bytearray(length)) for length in lengths]
+                copies = [
+                    (target, self._region.slot_view(slot, length))
+                    for target, slot, length in zip(
+                        targets[:ready], slots.tolist(), lengths, strict=True
+                    )
+                ]
+                await self._copy(copies)
+            finally:
+                self._engine.unpin(slots, generations, context)
+            return targets[:ready]
+        finally:
+            self._engine.finish_request(context)
+            self._step()
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_seconds: float | None = None) -> int:
+        """Length of the prefix of `keys` that can be loaded; brings it into host memory."""
+        self._check_open()
+        context = self._context(None)
+        try:
+            return await self._await_ready(keys, context, timeout_seconds)
+        finally:
+            self._engine.finish_request(context)
+            self._step()
+
+    async def flush(self, timeout_seconds: float = 30.0) -> bool:
+        """Wait until everything that was on its way to the tiers has arrived or failed."""
+        self._check_open()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while not self._engine.idle:
+                    await self._news()
+        return self._engine.idle
+
+    def reset(self) -> None:
+        """Forget every chunk; see ``on_reset`` for those in the tiers.
+
+        Raises
+        ------
+        ConfigError
+            If a store is under way: its slots could not be told from new ones of the same keys.
+        """
+        self._check_open()
+        if self._copies:
+            raise ConfigError("reset while stores or loads are under way: await them first")
+        self._engine.reset()
+        self._step()
+
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return self._engine.stats()
+
+    def metrics(self) -> bytes:
+        """All series in Prometheus' text format."""
+        self._engine.publish_metrics()
+        return self._engine.registry.render()
+
+    # --- inside ---
+
+    def _context(self, request_id: str | None) -> RequestContext:
+        # A number makes it unique: two calls may name the same request.
+        return RequestContext(f"{request_id or 'call'}#{next(self._requests)}")
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError("the cache is closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise ConfigError("a cache belongs to the event loop that opened it")
+
+    def _check_size(self, key: bytes, length: int) -> None:
+        group = key_group(key)
+        if group >= len(self._payload_bytes):
+            raise ConfigError(
+                f"key of group {group}, but the geometry has {len(self._payload_bytes)}; "
+                f"make keys with kvtier.make_key(hash, group)"
+            )
+        if length != self._payload_bytes[group]:
+            raise ConfigError(
+                f"a chunk of group {group} has {self._payload_bytes[group]} bytes, got {length}"
+            )
+
+    async def _await_ready(
+        self, keys: Sequence[bytes], context: RequestContext, timeout_seconds: float | None
+    ) -> int:
+        ready, answer = 0, Lookup.RETRY
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while True:
+                    ready, answer = self._engine.lookup_batch(keys, context)
+                    if answer is Lookup.MISS:
+                        break
+                    self._step()
+                    await self._news()
+        if answer is not Lookup.MISS:
+            ready, _ = self._engine.lookup_batch(keys, context)
+        return ready
+
+    def _step(self) -> None:
+        self._engine.end_step()
+
+    async def _news(self) -> None:
+        """Until the service has said something, 50 ms at most: deadlines pass without a word."""
+        waiter = self._loop.create_future()
+        self._waiters.add(waiter)
+        timer = self._loop.call_later(0.05, self._settle, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+        if not self._closing:
+            self._engine.poll()
+            self._step()
+
+    @staticmethod
+    def _settle(waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake(self) -> None:
+        """The service has said something; from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            self._loop.call_soon_threadsafe(self._on_wake)
+
+    def _on_wake(self) -> None:
+        for waiter in self._waiters:
+            self._settle(waiter)
+
+    async def _copy(self, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
+        """Copy each second view into the first; returns, also when cancelled, when it is done."""
+        if sum(len(target) for target, _ in copies) <= INLINE_BYTES:
+            _copy_all(copies)
+            return
+        future = self._loop.run_in_executor(None, _copy_all, copies)
+        self._copies.add(future)
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
+        finally:
+            self._copies.discard(future)
+
+    async def aclose(self, deadline_seconds: float = 5.0) -> None:
+        """Save what only the host holds (``flush_on_shutdown_seconds``), then let go of it all."""
+        if self._closing:
+            return
+        self._closing = True
+        self._on_wake()
+        if self._copies:
+            await asyncio.wait(self._copies)
+        self._engine.on_message(None)
+        # Closing waits for the service, so it does not do so on the loop.
+        await self._loop.run_in_executor(None, self._engine.close, deadline_seconds)
+
+
+def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
+    for target, source in copies:
+        # numpy releases the GIL while it copies, slicing a memoryview does not.
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+async def open_cache(config: Config, geometry: Geometry, namespace: Mapping[str, str]) -> Cache:
+    """Open an engine without blocking the loop, and the cache over it."""
+    loop = asyncio.get_running_loop()
+    engine, region = await loop.run_in_executor(None, open_engine, config, geometry, namespace)
+    cache = Cache(engine, region)
+    engine.on_message(cache.wake)
+    return cache
+
+
+@contextlib.asynccontextmanager
+async def open(  # noqa: A001 - kvtier.open reads like the built-in on purpose
+    config: Config | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    chunk_bytes: int | Sequence[int] | None = None,
+    geometry: Geometry | None = None,
+    namespace: Mapping[str, str] | None = None,
+) -> AsyncIterator[Cache]:
+    """A cache for the running event loop.
+
+    Parameters
+    ----------
+    config : Config, mapping or path of a YAML file
+    chunk_bytes : int or sequence of int
+        Bytes of a chunk, or of a chunk of each group; or give `geometry`.
+    namespace : mapping, optional
+        What must agree before instances may share bytes: model, weights, dtype, layout.
+
+    Raises
+    ------
+    ConfigError
+        With what to type instead.
+
+    Examples
+    --------
+    >>> async with kvtier.open({"capacity_bytes": "1GiB"}, chunk_bytes=1 << 20) as cache:
+    ...     await cache.store({key: payload})
+    ...     [view] = await cache.load([key])
+    """
+    if isinstance(config, Mapping):
+        config = parse(config)
+    elif not isinstance(config, Config):
+        config = load(Path(config))
+    if geometry is None:
+        if chunk_bytes is None:
+            raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
+        sizes = [chunk_bytes] if isinstance(chunk_bytes, int) else list(chunk_bytes)
+        groups = [
+            GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes
+        ]
+        try:
+            geometry = make_geometry(groups, config.capacity_bytes)
+        except ValueError as exc:
+            raise ConfigError(f"capacity_bytes: {exc}") from exc
+    cache = await open_cache(config, geometry, namespace or {})
+    try:
+        yield cache
+    finally:
+        await cache.aclose()
