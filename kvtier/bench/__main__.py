@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m kvtier.bench``: measure, report, and end with the verdict as exit code.
+
+Owns the handler of SIGINT while it runs. One thread.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench import report, verdict, yardstick
+from kvtier.bench.cli import make_settings, parse_arguments
+from kvtier.bench.results import Report
+from kvtier.bench.runner import Runner
+from kvtier.bench.strategies import KVTierOpener, Opener
+from kvtier.errors import ConfigError, KVTierError
+
+EXIT_HOLDS, EXIT_FAILS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int:
+    """Exit code of one invocation.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+    opener : Opener, optional
+        Opens kvtier; tests pass one of a fake.
+    """
+    arguments = parse_arguments(argv)
+    try:
+        settings = make_settings(arguments)
+    except ConfigError as exc:
+        print(f"python -m kvtier.bench: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+
+    def say(line: str) -> None:
+        if not arguments.quiet:
+            print(line, flush=True)
+
+    if opener is None:
+        opener = KVTierOpener(arguments.policy, arguments.isolation)
+    runner = Runner(settings, opener, say)
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        say("interrupted: ending with what was measured (once more to end at once)")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        runner.stop()
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        speeds = yardstick.Yardsticks(memcpy=yardstick.memcpy_speed())
+        if "host+fs" in settings.strategies:
+            write, read, direct = yardstick.disk_speed(
+                settings.tier_parent, settings.shape.chunk_bytes
+            )
+            speeds = yardstick.Yardsticks(speeds.memcpy, write, read, direct)
+            say(
+                f"tier directory: {settings.tier_parent} on {settings.tier_file_system}, raw "
+                f"{'direct' if direct else 'buffered'} I/O {write / 1e9:.2f} GB/s write, "
+                f"{read / 1e9:.2f} read"
+            )
+        runs = runner.run()
+    except KVTierError as exc:
+        print(f"python -m kvtier.bench: {exc}", file=sys.stderr)
+        return EXIT_FAILS
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if not runs:
+        return EXIT_INTERRUPTED
+    judged = verdict.judge(runs, settings.workload, settings.accelerator_bytes, settings.host_bytes)
+    result = Report(
+        workload=settings.workload,
+        arguments={
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(arguments).items()
+        },
+        shape=settings.shape,
+        source=settings.costs.source,
+        scale=settings.costs.scale,
+        prefill_speedup=settings.costs.prefill_speedup,
+        accelerator_bytes=settings.accelerator_bytes,
+        host_bytes=settings.host_bytes,
+        tier_directory=str(settings.tier_parent),
+        tier_file_system=settings.tier_file_system,
+        yardsticks=speeds,
+        runs=runs,
+        verdict=judged,
+        notes=report.notes(runs, settings),
+        interrupted=runner.stopped,
+    )
+    files = report.write(result, settings.output)
+    print(report.table(result))
+    print("report: " + ", ".join(str(path) for path in files))
+    if runner.stopped:
+        return EXIT_INTERRUPTED
+    return EXIT_HOLDS if judged.holds else EXIT_FAILS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategies that are compared, and how each opens kvtier. Owns no state.
+
+The only module of the generator that knows kvtier's configuration and opens its engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvtier.bench.drivers import EngineLike, RegionLike
+from kvtier.bench.results import EngineCounts
+from kvtier.config import parse
+from kvtier.engine.engine import EngineStats, open_engine
+from kvtier.types import Geometry
+
+STRATEGIES = ("none", "host", "host+fs")
+
+
+class Opener(Protocol):
+    """Opens kvtier for one run; tests put a fake in its place."""
+
+    def __call__(
+        self, strategy: str, geometry: Geometry, tier_directory: Path | None
+    ) -> tuple[EngineLike, RegionLike]: ...
+
+
+class KVTierOpener:
+    """The real one.
+
+    Parameters
+    ----------
+    policy, isolation : str
+        As in kvtier's configuration.
+    """
+
+    def __init__(self, policy: str, isolation: str) -> None:
+        self._policy = policy
+        self._isolation = isolation
+
+    def config(
+        self, strategy: str, geometry: Geometry, tier_directory: Path | None
+    ) -> dict[str, Any]:
+        """kvtier's configuration of `strategy`, as a mapping."""
+        config: dict[str, Any] = {
+            "capacity_bytes": geometry.num_slots * geometry.slot_bytes,
+            "policy": self._policy,
+            "isolation": self._isolation,
+        }
+        if strategy == "host+fs":
+            config["tiers"] = [{"type": "fs", "name": "fs", "root": str(tier_directory)}]
+        return config
+
+    def __call__(
+        self, strategy: str, geometry: Geometry, tier_directory: Path | None
+    ) -> tuple[EngineLike, RegionLike]:
+        engine, region = open_engine(
+            parse(self.config(strategy, geometry, tier_directory), source=f"strategy {strategy}"),
+            geometry,
+        )
+        return engine, region
+
+
+def engine_counts(stats: EngineStats) -> EngineCounts:
+    """kvtier's counters, as far as the report shows them."""
+    return EngineCounts(
+        promoted_bytes=stats.loaded_bytes,
+        stored_bytes=stats.stored_bytes,
+        evicted=stats.evicted,
+        evicted_unsaved=stats.evicted_unsaved,
+        failures=stats.failures,
+    )

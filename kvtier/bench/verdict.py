@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what was measured is the effect that matters. Pure functions; owns no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.bench.results import Clause, Run, Verdict
+
+ALIKE = 1.05
+HOST_GAIN = 2.0
+TIER_GAIN = 2.0
+TIER_OVER_HOST = 1.5
+NO_GAIN = 1.1
+"""Below this ratio to `none` a strategy is said to gain nothing."""
+
+FULL = 0.95
+"""A memory holds a working set up to this share of its size."""
+BEYOND = 1.25
+"""A working set is beyond a memory from this multiple of its size."""
+
+BASE, HOST, TIER = "none", "host", "host+fs"
+
+
+def judge(runs: Sequence[Run], workload: str, accelerator_bytes: int, host_bytes: int) -> Verdict:
+    """The verdict on all runs of a sweep.
+
+    It holds when no clause fails and at least one clause about the effect was measured. A clause
+    whose point was not measured neither holds nor fails.
+    """
+    clauses = [*_integrity(runs)]
+    if workload == "multiturn":
+        effect = _sweep(runs, accelerator_bytes, host_bytes)
+    else:
+        effect = [_no_harm(runs)]
+    clauses += effect
+    failed = [clause for clause in clauses if clause.holds is False]
+    measured = [clause for clause in effect if clause.holds is not None]
+    holds = not failed and bool(measured)
+    return Verdict(clauses, holds, _summary(runs, clauses, failed, measured))
+
+
+def _summary(
+    runs: Sequence[Run], clauses: Sequence[Clause], failed: list[Clause], measured: list[Clause]
+) -> str:
+    if any(run.copies.differing_blocks for run in runs):
+        return "FAILED: bytes differ from what was computed for them"
+    if any(clause.holds is False for clause in clauses[:4]):
+        return "FAILED: the run itself was not sound (see the clauses)"
+    gains = [
+        run.tokens_per_second / base.tokens_per_second
+        for run in runs
+        if run.strategy != BASE and (base := _find(runs, run.point, BASE))
+    ]
+    if gains and max(gains) < NO_GAIN:
+        return (
+            "NO GAIN: nothing served more than without kvtier "
+            f"(best {max(gains):.2f} times); recomputing is as cheap as loading here"
+        )
+    if failed:
+        return "DOES NOT HOLD: " + "; ".join(clause.text for clause in failed)
+    if not measured:
+        return "NOT JUDGED: no point of this run shows the effect (see the clauses)"
+    best = f", up to {max(gains):.1f} times the throughput of none" if gains else ""
+    return f"HOLDS{best}"
+
+
+def _find(runs: Sequence[Run], point: str, strategy: str) -> Run | None:
+    for run in runs:
+        if run.point == point and run.strategy == strategy and run.tokens_per_second:
+            return run
+    return None
+
+
+def _integrity(runs: Sequence[Run]) -> list[Clause]:
+    verified = sum(run.copies.verified_bytes for run in runs)
+    differing = sum(run.copies.differing_blocks for run in runs)
+    loaded = sum(run.copies.load_bytes for run in runs)
+    corrupt = sum(run.engine.failures.get("corrupt", 0) for run in runs)
+    others = {
+        cause: count
+        for run in runs
+        for cause, count in run.engine.failures.items()
+        if cause != "corrupt" and count
+    }
+    unfinished = sum(run.requests_wanted - run.requests for run in runs)
+    return [
+        Clause(
+            "every reloaded byte is the one that was computed",
+            None if not loaded else differing == 0 and verified == loaded,
+            f"{verified >> 20} MiB compared, {differing} blocks differ",
+        ),
+        Clause("no tier met a corrupt chunk", corrupt == 0, f"{corrupt} corrupt"),
+        Clause(
+            "no tier failed otherwise",
+            not others,
+            ", ".join(f"{cause} {count}" for cause, count in sorted(others.items())) or "none",
+        ),
+        Clause("every request was answered", unfinished == 0, f"{unfinished} left"),
+    ]
+
+
+def _points(runs: Sequence[Run]) -> list[tuple[str, int]]:
+    points: dict[str, int] = {}
+    for run in runs:
+        points.setdefault(run.point, run.working_set_bytes)
+    return list(points.items())
+
+
+def _sweep(runs: Sequence[Run], accelerator_bytes: int, host_bytes: int) -> list[Clause]:
+    points = _points(runs)
+    inside = [name for name, size in points if size <= FULL * accelerator_bytes]
+    hosted = [
+        name for name, size in points if BEYOND * accelerator_bytes <= size <= FULL * host_bytes
+    ]
+    beyond = [
+        name
+        for name, size in points
+        if size >= BEYOND * host_bytes and size >= BEYOND * accelerator_bytes
+    ]
+    return [
+        _alike(runs, inside),
+        _ratio(runs, hosted, HOST, BASE, HOST_GAIN, "the accelerator no longer holds"),
+        _ratio(runs, beyond, TIER, BASE, TIER_GAIN, "host memory no longer holds"),
+        _ratio(runs, beyond, TIER, HOST, TIER_OVER_HOST, "host memory no longer holds"),
+    ]
+
+
+def _alike(runs: Sequence[Run], points: Sequence[str]) -> Clause:
+    text = f"all alike (within {ALIKE - 1:.0%}) while the accelerator holds the working set"
+    worst = None
+    for point in points:
+        speeds = [run.tokens_per_second for run in runs if run.point == point]
+        if len(speeds) > 1 and min(speeds) > 0:
+            worst = max(worst or 0.0, max(speeds) / min(speeds))
+    if worst is None:
+        return Clause(text, None, "not measured")
+    return Clause(text, worst <= ALIKE, f"apart by {worst - 1:.1%}")
+
+
+def _ratio(
+    runs: Sequence[Run], points: Sequence[str], better: str, base: str, wanted: float, where: str
+) -> Clause:
+    text = f"{better} at least {wanted:g} times {base} where {where} the working set"
+    ratios = []
+    for point in points:
+        upper, lower = _find(runs, point, better), _find(runs, point, base)
+        if upper and lower:
+            ratios.append((upper.tokens_per_second / lower.tokens_per_second, point))
+    if not ratios:
+        return Clause(text, None, "not measured")
+    ratio, point = min(ratios)
+    return Clause(text, ratio >= wanted, f"{ratio:.2f} times at {point}")
+
+
+def _no_harm(runs: Sequence[Run]) -> Clause:
+    text = f"no strategy is slower to the first token than none (mean, within {ALIKE - 1:.0%})"
+    base = next((run for run in runs if run.strategy == BASE and run.requests), None)
+    others = [run for run in runs if run.strategy != BASE and run.requests]
+    if base is None or not others:
+        return Clause(text, None, "not measured")
+    ratios = {run.strategy: run.first_token.mean / base.first_token.mean for run in others}
+    return Clause(
+        text,
+        max(ratios.values()) <= ALIKE,
+        ", ".join(f"{name} {ratio:.2f} times none's" for name, ratio in ratios.items()),
+    )
