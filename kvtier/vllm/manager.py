@@ -15,7 +15,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -50,9 +49,10 @@ Generations = npt.NDArray[np.uint32]
 class _Write:
     """One chunk that the workers are writing."""
 
-    __slots__ = ("generation", "slot", "transfer")
+    __slots__ = ("generation", "key", "slot", "transfer")
 
-    def __init__(self, slot: int, generation: int, transfer: int) -> None:
+    def __init__(self, key: bytes, slot: int, generation: int, transfer: int) -> None:
+        self.key = key
         self.slot = slot
         self.generation = generation
         self.transfer = transfer
@@ -90,11 +90,16 @@ class KVTierManager(OffloadingManager):
         self.committed_chunks = 0
         self.failed_chunks = 0
         self.evicted_chunks = 0
-        self._next_transfer = 1
+        self._next_transfer = 0
         self._writes: dict[bytes, _Write] = {}
+        # Stores that vLLM has completed and some rank has not published yet: an earlier number may
+        # still run there, and failures are told in order.
+        self._ended: list[_Write] = []
+        # Transfers that some rank has failed, until they are settled.
+        self._failed: set[int] = set()
         self._loads: dict[str, _Load] = {}
-        # What a reset left behind, oldest first: freed when its number has been published.
-        self._left_writes: deque[_Write] = deque()
+        # What a reset left behind: freed when its number has been published.
+        self._left_writes: list[_Write] = []
         self._left_loads: list[_Load] = []
         self._grow()
 
@@ -102,6 +107,8 @@ class KVTierManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """State of one chunk."""
+        if self._ended:
+            self._settle()
         return _ANSWERS[self.index.lookup(key)]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -129,7 +136,10 @@ class KVTierManager(OffloadingManager):
         self._next_transfer += len(taken)
         for offset, key in enumerate(taken):
             self._writes[key] = _Write(
-                int(reservation.slots[offset]), int(reservation.generations[offset]), first + offset
+                key,
+                int(reservation.slots[offset]),
+                int(reservation.generations[offset]),
+                first + offset,
             )
         self.evicted_chunks += len(reservation.evicted)
         return PrepareStoreOutput(
@@ -143,23 +153,15 @@ class KVTierManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make chunks loadable that all ranks have written."""
-        done = self.region.finished_by_all()
-        good = []
-        bad = []
+        """Make chunks loadable, as soon as all ranks have published them."""
         for key in keys:
             write = self._writes.pop(key, None)
             if write is None:
                 raise InternalError(f"store of {key.hex()} completed, but it was not in flight")
-            if write.transfer > done:
-                raise InternalError(
-                    f"vLLM completed transfer {write.transfer}, but the ranks have published {done}"
-                )
-            failed = not success or self.region.has_failed(write.transfer)
-            (bad if failed else good).append(key)
-        self.committed_chunks += len(self.index.commit(good))
-        if bad:
-            self.failed_chunks += self.index.abort(bad)
+            if not success:
+                self._failed.add(write.transfer)
+            self._ended.append(write)
+        self._settle()
 
     # --- loads ---
 
@@ -213,8 +215,9 @@ class KVTierManager(OffloadingManager):
         """Forget every chunk at once. Slots in flight come back when their copies have ended."""
         self.index.clear()
         # vLLM never completes what was in flight: from now on only the ranks' lines count.
-        self._left_writes.extend(self._writes.values())
+        self._left_writes += [*self._ended, *self._writes.values()]
         self._left_loads.extend(self._loads.values())
+        self._ended.clear()
         self._writes.clear()
         self._loads.clear()
         self._settle()
@@ -229,23 +232,41 @@ class KVTierManager(OffloadingManager):
             self.index.grow(available)
 
     def _settle(self) -> None:
-        """Free what a reset left in flight, as far as the ranks have finished it."""
-        if not self._left_writes and not self._left_loads:
+        """Commit, abort or free everything that all ranks have finished by now."""
+        if not (self._ended or self._left_writes or self._left_loads):
             return
         done = self.region.finished_by_all()
-        ended = []
-        while self._left_writes and self._left_writes[0].transfer <= done:
-            ended.append(self._left_writes.popleft())
-        if ended:
+        # Asked after the line above, so that no failure up to `done` is missing.
+        for rank in range(self.region.ranks):
+            self._failed.update(self.region.failures(rank))
+        self._settle_stores(done)
+        self._settle_leftovers(done)
+        if self._failed:
+            open_writes = (*self._writes.values(), *self._ended, *self._left_writes)
+            self._failed.intersection_update(write.transfer for write in open_writes)
+
+    def _settle_stores(self, done: int) -> None:
+        ended = [write for write in self._ended if write.transfer <= done]
+        if not ended:
+            return
+        self._ended = [write for write in self._ended if write.transfer > done]
+        good = [write.key for write in ended if write.transfer not in self._failed]
+        bad = [write.key for write in ended if write.transfer in self._failed]
+        self.committed_chunks += len(self.index.commit(good))
+        if bad:
+            self.failed_chunks += self.index.abort(bad)
+
+    def _settle_leftovers(self, done: int) -> None:
+        writes = [write for write in self._left_writes if write.transfer <= done]
+        loads = [load for load in self._left_loads if load.transfer <= done]
+        if writes:
+            self._left_writes = [write for write in self._left_writes if write.transfer > done]
             self.index.release(
-                np.array([write.slot for write in ended], dtype=np.int64),
-                np.array([write.generation for write in ended], dtype=np.uint32),
+                np.array([write.slot for write in writes], dtype=np.int64),
+                np.array([write.generation for write in writes], dtype=np.uint32),
             )
-        waiting = []
-        for load in self._left_loads:
-            if load.transfer <= done:
+        if loads:
+            self._left_loads = [load for load in self._left_loads if load.transfer > done]
+            for load in loads:
                 self.index.unpin(load.slots, load.generations)
-            else:
-                waiting.append(load)
-        self._left_loads = waiting
-        self.index.reap()
+            self.index.reap()

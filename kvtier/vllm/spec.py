@@ -105,8 +105,11 @@ class KVTierOffloadingSpec(OffloadingSpec):
             directory=self.shm_directory,
             timeout_seconds=START_SECONDS,
         )
-        worker = TransferWorker(region, pages, parallel.rank)
         region.sign(parallel.rank)
+        if region.is_creator:
+            # The manager sees the slots that have memory by now, and more with each step.
+            region.populate(lambda available: None)
+        worker = TransferWorker(region, pages, parallel.rank)
         logger.info(
             "kvtier: rank %d of %d signed region %s: %d slots of %d bytes, payload by group %s, %s",
             parallel.rank,

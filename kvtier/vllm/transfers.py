@@ -3,9 +3,9 @@
 
 Pickled by vLLM with the scheduler's output. Every worker gets the same object.
 
-Transfer numbers are dense and start at 1: a store uses one for each chunk, so that one chunk can
-fail alone, and a load uses one in all. A worker publishes the number up to which it has finished
-everything; since a copy cannot be taken back, this is the only proof that it no longer runs.
+Transfer numbers are dense and start at 0: a store uses one for each chunk, so that one chunk can
+fail alone, and a load uses one in all. A worker publishes each number when its copy has ended;
+since a copy cannot be taken back, this is the only proof that it no longer runs.
 """
 
 from __future__ import annotations

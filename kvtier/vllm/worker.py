@@ -6,9 +6,9 @@ pool of threads of its own. Owns the pool, the job records and this rank's line 
 
 Invariants
 ----------
-* A transfer number is published once every copy of it, and of all numbers before it, has ended.
+* A transfer number is published once every copy of it has ended.
 * vLLM never hears of a failed store (it asserts success): the number is marked as failed in the
-  region before it is published, and the manager gives the slot back.
+  region instead, and the manager gives the slot back.
 * A load that cannot be done exactly ends the engine. There is no way to tell vLLM, and wrong KV is
   worse than a restart.
 """
@@ -69,7 +69,7 @@ def _unbind() -> None:
 class _Job:
     """One vLLM job while its copies run."""
 
-    __slots__ = ("bytes", "error", "is_load", "job_id", "parts", "spec", "started")
+    __slots__ = ("bytes", "error", "failed", "is_load", "job_id", "parts", "spec", "started")
 
     def __init__(self, job_id: int, is_load: bool, spec: SlotTransfer) -> None:
         self.job_id = job_id
@@ -77,6 +77,8 @@ class _Job:
         self.spec = spec
         self.parts = 0
         self.bytes = 0
+        # Numbers of chunks that the job has not all blocks for.
+        self.failed: set[int] = set()
         self.error: BaseException | None = None
         self.started = time.monotonic()
 
@@ -117,9 +119,6 @@ class TransferWorker(OffloadingWorker):
         self._changed = threading.Condition()
         self._running: dict[int, _Job] = {}
         self._finished: deque[_Job] = deque()
-        self._published = region.finished(rank)
-        # Numbers that have ended before an earlier one has.
-        self._early: set[int] = set()
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -128,21 +127,17 @@ class TransferWorker(OffloadingWorker):
         assert isinstance(dst_spec, SlotTransfer)
         job = _Job(job_id, False, dst_spec)
         work = []
-        failed = 0
-        position = 0
+        number = dst_spec.first_transfer
         for group, slots, block_ids, first in self._by_group(src_spec, dst_spec):
             chunks = split_store(slots, block_ids, first, self._blocks_per_chunk(group))
             for chunk in chunks:
                 if not chunk.whole:
-                    self.region.fail(self.rank, dst_spec.first_transfer + position)
                     self._zero(group, chunk)
-                    failed += 1
-                position += 1
+                    job.failed.add(number)
+                number += 1
             work.append((group, [chunk for chunk in chunks if chunk.whole]))
-        if failed:
-            logger.debug("store %d: %d chunks without all of their blocks", job_id, failed)
-        self.stored_chunks += len(dst_spec.slots) - failed
-        self.failed_chunks += failed
+        self.stored_chunks += len(dst_spec.slots) - len(job.failed)
+        self.failed_chunks += len(job.failed)
         self._start(job, work)
         return True
 
@@ -303,19 +298,13 @@ class TransferWorker(OffloadingWorker):
     def _end(self, job: _Job) -> None:
         """Publish the job's numbers, then show it to vLLM. Called with the lock held."""
         spec = job.spec
-        numbers = range(spec.first_transfer, spec.first_transfer + spec.num_transfers)
         if job.error is not None:
-            logger.error("job %d failed: %r", job.job_id, job.error)
-            if not job.is_load:
-                for number in numbers:
-                    self.region.fail(self.rank, number)
-        self._early.update(numbers)
-        before = self._published
-        while self._published + 1 in self._early:
-            self._published += 1
-            self._early.discard(self._published)
-        if self._published != before:
-            self.region.publish(self.rank, self._published)
+            logger.error("kvtier: job %d failed: %r", job.job_id, job.error)
+        for number in range(spec.first_transfer, spec.first_transfer + spec.num_transfers):
+            if job.error is not None or number in job.failed:
+                self.region.fail(self.rank, number)
+            else:
+                self.region.publish(self.rank, number)
         del self._running[job.job_id]
         self._finished.append(job)
         self._changed.notify_all()
