@@ -28,7 +28,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.vllm._standin import Index, SlotTable
+from kvtier._core.index import Index
+from kvtier._core.slots import SlotTable
 from kvtier.errors import InternalError
 from kvtier.types import key_group
 from kvtier.vllm.transfers import SlotTransfer

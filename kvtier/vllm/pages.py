@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier.vllm._standin import CopyPlan, PagePlan
+from kvtier._core.layout import CopyPlan, PagePlan
 from kvtier.errors import ConfigError
 from kvtier.types import GroupGeometry, PageGeometry
 

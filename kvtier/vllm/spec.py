@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier.errors import ConfigError
-from kvtier.vllm._standin import Region
+from kvtier.host.region import Region
 from kvtier.types import make_geometry
 from kvtier.vllm.identity import namespace_fields
 from kvtier.vllm.manager import KVTierManager

@@ -61,15 +61,40 @@ class Probe:
             digests.append(digest.hexdigest())
         return digests
 
-    def kvt_damage(self, kind: str, parts: int = 1) -> int:
-        """Damage every slot of the region alike; returns how many slots.
+    def kvt_host_digests(self) -> list[str]:
+        """Digest, as ``kvt_digests`` takes it, of this rank's heads of each block in host memory.
+
+        Only for one group of full attention whose heads are split evenly over the ranks. Derived
+        from the canonical layout's definition alone: a page is head after head, so the heads of a
+        rank lie together.
+        """
+        worker = self.kvt_worker()
+        region = worker.region
+        (group,) = region.geometry.groups
+        digests = []
+        for slot in range(region.available_slots):
+            payload = region.slot_view(slot, group.payload_bytes)
+            for block in range(group.blocks_per_chunk):
+                digest = hashlib.sha256()
+                for page in group.pages:
+                    local = page.size_bytes // region.ranks
+                    start = block * group.block_bytes + page.offset_bytes + worker.rank * local
+                    digest.update(payload[start : start + local])
+                digests.append(digest.hexdigest())
+        return digests
+
+    def kvt_damage(self, kind: str, parts: int, rank: int) -> int:
+        """Damage every slot of the region alike, done by one rank; returns how many slots.
 
         ``flip``: one bit in the middle of each page. ``heads``: the first two of `parts` equal parts
         of each page change places. ``layers``: the first two pages of each block change places.
         """
-        region = self.kvt_worker().region
+        worker = self.kvt_worker()
+        region = worker.region
+        if worker.rank != rank:
+            return 0
         (group,) = region.geometry.groups
-        for slot in range(region.geometry.num_slots):
+        for slot in range(region.available_slots):
             payload = np.frombuffer(
                 region.slot_view(slot, group.payload_bytes), dtype=np.uint8
             )
@@ -94,4 +119,4 @@ class Probe:
                     pages[1][:] = first
                 else:
                     raise ValueError(kind)
-        return region.geometry.num_slots
+        return region.available_slots
