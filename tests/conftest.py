@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For all tests: nothing may be left behind, parts of the machine, faults by name.
+
+- Every test fails that leaves a descriptor, thread, process, task, region file or mapping.
+  ``@pytest.mark.leaves("why")`` is for a test whose library keeps something for good.
+- ``needs(part)``: see ``tests/parts.py``.
+- ``fault(id)``: ``pytest --fault C26`` runs the tests of that fault.
+"""
+
+import functools
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.testing import leaks
+from tests import parts
+
+_FAULT = re.compile(r"[A-Z]\d{2}")
+_LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault", action="append", default=[], help="run the tests of this fault")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_LEFT_OUT] = defaultdict(int)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = set(config.getoption("--fault"))
+    selected, deselected = [], []
+    for item in items:
+        faults = set()
+        for mark in item.iter_markers("fault"):
+            if not mark.args or not all(_FAULT.fullmatch(fault) for fault in mark.args):
+                raise pytest.UsageError(f"{item.nodeid}: fault{mark.args} names no fault")
+            faults.update(mark.args)
+        for part in _parts_of(item):
+            if part not in parts.PARTS:
+                raise pytest.UsageError(f"{item.nodeid}: no part {part!r} in tests/parts.py")
+        (selected if not wanted or faults & wanted else deselected).append(item)
+        _watch_tasks(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
+
+
+def _parts_of(item: pytest.Item) -> list[str]:
+    named = [part for mark in item.iter_markers("needs") for part in mark.args]
+    return [*named, "vllm"] if item.get_closest_marker("vllm") else named
+
+
+def _watch_tasks(item: pytest.Item) -> None:
+    """Let a coroutine test fail for tasks it leaves; at its end the loop would cancel them."""
+    if not isinstance(item, pytest.Function):
+        return
+    drawn = getattr(item.obj, "hypothesis", None)
+    test = drawn.inner_test if drawn else item.obj
+    if not inspect.iscoroutinefunction(test):
+        return
+
+    @functools.wraps(test)
+    async def watched(*args: object, **kwargs: object) -> None:
+        async with leaks.check_tasks():
+            await test(*args, **kwargs)
+
+    if drawn:
+        drawn.inner_test = watched
+    else:
+        item.obj = watched
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for part in _parts_of(item):
+        reason = parts.missing(part)
+        if reason is None:
+            continue
+        if parts.required(part):
+            pytest.fail(f"KVTIER_REQUIRE wants {part}: {reason}", pytrace=False)
+        item.config.stash[_LEFT_OUT][f"{part}: {reason}"] += 1
+        pytest.skip(f"needs {part}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left_out = terminalreporter.config.stash[_LEFT_OUT]
+    for reason, count in sorted(left_out.items()):
+        terminalreporter.write_line(f"left out: {count} tests, {reason}")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves something behind."""
+    before = leaks.take()
+    yield
+    if request.node.get_closest_marker("leaves"):
+        return
+    left = leaks.wait_clean(before)
+    if left:
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks in conftest.py trip: a run of bad tests in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parts import ROOT
+
+BAD_TESTS = """
+import asyncio, os, subprocess, sys, threading
+import pytest
+from hypothesis import given, settings, strategies as st
+
+KEEP = []
+RELEASE = threading.Event()
+
+def test_descriptor():
+    KEEP.append(os.open("/dev/zero", os.O_RDONLY))
+
+def test_thread():
+    threading.Thread(target=RELEASE.wait, name="left-thread", daemon=True).start()
+
+def test_process():
+    KEEP.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+def test_region_file():
+    path = f"/dev/shm/kvtier-{os.getuid()}-house-{os.getpid()}"
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+
+@pytest.mark.asyncio
+async def test_task():
+    KEEP.append(asyncio.create_task(asyncio.sleep(60), name="left-task"))
+
+@pytest.mark.asyncio
+@settings(max_examples=1, deadline=None)
+@given(st.just(0))
+async def test_drawn_task(_):
+    KEEP.append(asyncio.create_task(asyncio.sleep(60), name="drawn-task"))
+
+@pytest.mark.asyncio
+async def test_clean():
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+
+@pytest.mark.leaves("the library keeps it")
+def test_allowed():
+    KEEP.append(os.open("/dev/zero", os.O_RDONLY))
+
+@pytest.mark.needs("nowhere")
+def test_left_out():
+    raise AssertionError("ran without its part")
+
+def test_end():
+    RELEASE.set()
+    process = next(kept for kept in KEEP if isinstance(kept, subprocess.Popen))
+    process.communicate()
+    path = f"/dev/shm/kvtier-{os.getuid()}-house-{os.getpid()}"
+    os.unlink(path)
+"""
+
+CONFTEST = """
+from tests.conftest import *
+from tests import parts
+parts.PARTS["nowhere"] = lambda: "there is no such place"
+"""
+
+
+def run(folder: Path, text: str, *args: str, **env: str) -> str:
+    """Output of pytest over one file of tests under this house's conftest."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_bad.py").write_text(text)
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nasyncio_mode = strict\nasyncio_default_fixture_loop_scope = function\n"
+        "markers =\n  fault(id): fault\n  needs(part): part\n  leaves(why): why\n  vllm: vllm\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-rA", "--strict-markers", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KVTIER_REQUIRE": "", **env}
+    done = subprocess.run(
+        [*command, *args, str(folder)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def test_leaks_fail_their_tests(tmp_path: Path) -> None:
+    output = run(tmp_path, BAD_TESTS)
+    for name, words in {
+        "test_descriptor": r"descriptor \d+: /dev/zero",
+        "test_thread": r"thread left-thread",
+        "test_process": r"process \d+: \S*python",
+        "test_region_file": r"region file /dev/shm/kvtier-\d+-house",
+    }.items():
+        assert f"ERROR test_bad.py::{name} - Failed: left behind" in output, output
+        assert re.search(f"left behind: .*{words}", output), output
+    assert "tasks left: left-task" in output
+    assert "tasks left: drawn-task" in output
+    assert "left out: 1 tests, nowhere: there is no such place" in output
+    assert "2 failed, 7 passed, 1 skipped, 4 errors" in output
+
+
+@pytest.mark.parametrize("require", ["all", "fio,nowhere"])
+def test_required_part_fails(tmp_path: Path, require: str) -> None:
+    text = "import pytest\n@pytest.mark.needs('nowhere')\ndef test_it():\n    pass\n"
+    output = run(tmp_path, text, KVTIER_REQUIRE=require)
+    assert "KVTIER_REQUIRE wants nowhere: there is no such place" in output
+    assert "1 error" in output
+
+
+def test_faults_select_and_are_checked(tmp_path: Path) -> None:
+    text = (
+        "import pytest\n@pytest.mark.fault('C26')\ndef test_one():\n    pass\n"
+        "def test_other():\n    pass\n"
+    )
+    assert "1 passed, 1 deselected" in run(tmp_path, text, "--fault", "C26")
+    assert "names no fault" in run(tmp_path, text.replace("C26", "leaky"))
