@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The owner's index: moves of one slot between FREE, WRITING, READY and the lists, and the search
+ * for victims. `index.pyx` checks arguments and loops over batches.
+ *
+ * Owner's thread only; other processes change pins and flags meanwhile, so every decision about a
+ * slot is made by the compare-and-swap that carries it out.
+ */
+#ifndef KVTIER_INDEX_H
+#define KVTIER_INDEX_H
+
+#include <stdlib.h>
+
+#include "policy_arc.h"
+#include "policy_lru.h"
+
+#define KVT_UNSAVED_STEPS 1024 /* unsaved chunks put aside for one victim; see kvt_take_victim */
+#define KVT_SERVICE_CHECKS 2   /* slots with service pins looked at again for one victim */
+#define KVT_SERVICE_LAST 64    /* the same, before giving up */
+
+typedef struct {
+    kvt_table t;
+    kvt_lists l;
+    const kvt_policy *policy;
+    void *state; /* of the policy; owned */
+    uint64_t capacity, bumped; /* slots [bumped, capacity) were never used */
+    uint32_t free_head; /* last in, first out: its memory is the warmest */
+    uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
+} kvt_index;
+
+static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy)
+{
+    x->t = *t;
+    x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
+    x->free_head = KVT_NIL;
+    kvt_lists_reset(&x->l);
+    x->l.node = calloc(t->num_slots, sizeof(kvt_node));
+    x->state = x->policy->create(t->num_slots);
+    return x->l.node && x->state ? 0 : -1;
+}
+
+static inline void kvt_index_close(kvt_index *x)
+{
+    free(x->l.node);
+    if (x->policy && x->state)
+        x->policy->destroy(x->state);
+    x->l.node = NULL;
+    x->state = NULL;
+}
+
+static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
+{
+    __builtin_prefetch(&x->t.bucket[kvt_home(&x->t, k->hash)], 1);
+}
+
+/* First slot whose tag fits, unconfirmed: what kvt_find will look at. */
+static inline void kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
+{
+    kvt_walk at;
+    int64_t s = kvt_first(&x->t, k, &at);
+    if (s >= 0) {
+        __builtin_prefetch(&x->t.rec[s], 1);
+        __builtin_prefetch(&x->l.node[s], 1);
+    }
+}
+
+static inline void kvt_prefetch_links(const kvt_index *x, int64_t s)
+{
+    const kvt_node *n = &x->l.node[s];
+    if (n->prev != KVT_NIL) __builtin_prefetch(&x->l.node[n->prev], 1);
+    if (n->next != KVT_NIL) __builtin_prefetch(&x->l.node[n->next], 1);
+}
+
+/* Slots of n keys, or -1. In blocks, so that many cache misses run at the same time. */
+#define KVT_BLOCK 32
+static inline void kvt_find_all(const kvt_index *x, kvt_key *k, int64_t n)
+{
+    uint64_t word;
+    for (int64_t at = 0; at < n; at += KVT_BLOCK) {
+        int64_t stop = at + KVT_BLOCK < n ? at + KVT_BLOCK : n;
+        for (int64_t i = at; i < stop; i++) kvt_prefetch_bucket(x, &k[i]);
+        for (int64_t i = at; i < stop; i++) kvt_prefetch_record(x, &k[i]);
+        for (int64_t i = at; i < stop; i++) k[i].slot = kvt_find(&x->t, &k[i], &word);
+    }
+}
+
+static inline void kvt_push_free(kvt_index *x, uint32_t s)
+{
+    x->l.node[s].info = 0;
+    x->l.node[s].next = x->free_head;
+    x->free_head = s;
+    x->num_free++;
+}
+
+/* A FREE slot, or -1; -2 if it is not as it must be. */
+static inline int64_t kvt_pop_free(kvt_index *x)
+{
+    int64_t s;
+    if (x->free_head != KVT_NIL) {
+        s = x->free_head;
+        x->free_head = x->l.node[s].next;
+    } else if (x->bumped < x->capacity) {
+        s = (int64_t)x->bumped++;
+    } else {
+        return -1;
+    }
+    x->num_free--;
+    uint64_t w = kvt_load(&x->t.rec[s]);
+    return kvt_state(w) == KVT_FREE && !(w & KVT_PINS_MASK) ? s : -2;
+}
+
+/* Bare slot to FREE under the next generation; 0 if a pin or another state stands against it. */
+static inline int kvt_set_free(kvt_index *x, uint32_t s, unsigned from)
+{
+    kvt_record *r = &x->t.rec[s];
+    uint64_t w = kvt_load(r);
+    do {
+        if (kvt_state(w) != from || (w & KVT_PINS_MASK))
+            return 0;
+    } while (!kvt_cas(r, &w, kvt_word(KVT_FREE, kvt_gen(w) + 1)));
+    return 1;
+}
+
+/* The owner's change of state; pins stay. 0 if the slot was not in `from`. */
+static inline int kvt_set_state(kvt_index *x, uint32_t s, unsigned from, unsigned to)
+{
+    kvt_record *r = &x->t.rec[s];
+    uint64_t w = kvt_load(r);
+    do {
+        if (kvt_state(w) != from)
+            return 0;
+    } while (!kvt_cas(r, &w, (w & ~KVT_STATE_MASK) | to));
+    return 1;
+}
+
+/* Where a slot at the LRU end belongs: KVT_MAIN is "can be evicted now". */
+static inline unsigned kvt_usable(const kvt_index *x, uint32_t s)
+{
+    const kvt_record *r = &x->t.rec[s];
+    uint64_t w = kvt_load(r);
+    if (kvt_state(w) != KVT_READY || (w & KVT_OWNER_MASK) || (x->l.node[s].info & KVT_PROTECT))
+        return KVT_USE;
+    if (w & KVT_SERVICE_MASK)
+        return KVT_SERVICE;
+    return kvt_flags(r) & KVT_UNSAVED ? KVT_PARKED_UNSAVED : KVT_MAIN;
+}
+
+/* Something about a slot got better; if it is parked, it goes where it belongs now. */
+static inline void kvt_reconsider(kvt_index *x, uint32_t s)
+{
+    unsigned list = kvt_list_of(&x->l.node[s]), place;
+    if (!kvt_is_placed(list) || kvt_place(list) == KVT_MAIN)
+        return;
+    place = kvt_usable(x, s);
+    if (place == KVT_MAIN)
+        kvt_unpark(&x->l, s);
+    else if (place != kvt_place(list))
+        kvt_park(&x->l, s, place);
+}
+
+/* Look again at up to n slots that were last seen with service pins, round robin. */
+static inline int kvt_check_service(kvt_index *x, int n)
+{
+    int found = 0;
+    for (unsigned cls = 0; cls < KVT_CLASSES; cls++) {
+        unsigned list = kvt_place_list(cls, KVT_SERVICE);
+        uint64_t most = x->l.list[list].count;
+        for (; n && most; n--, most--) {
+            uint32_t s = x->l.list[list].tail;
+            x->l.steps++;
+            if (kvt_usable(x, s) == KVT_SERVICE) {
+                kvt_unlink(&x->l, s);
+                kvt_push_head(&x->l, list, s);
+            } else {
+                kvt_reconsider(x, s);
+                found++;
+            }
+        }
+    }
+    return found;
+}
+
+/* Take a READY slot without pins out of everything but the free list. 0 if a pin came first. */
+static inline int kvt_detach(kvt_index *x, uint32_t s)
+{
+    kvt_record *r = &x->t.rec[s];
+    if (!kvt_set_free(x, s, KVT_READY))
+        return 0;
+    x->num_ready--;
+    x->ready_bytes -= r->length;
+    return 1;
+}
+
+static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *broken)
+{
+    kvt_key k;
+    if (!kvt_detach(x, s))
+        return 0;
+    kvt_key_of(&k, &x->t.rec[s]);
+    *broken |= !kvt_table_remove(&x->t, k.hash, s);
+    x->policy->evicted(x->state, &x->l, x->capacity, &k, kvt_class(kvt_list_of(&x->l.node[s])), m);
+    kvt_unlink(&x->l, s);
+    x->l.node[s].info = 0;
+    return 1;
+}
+
+/* Next victim of one class from MAIN, or -1. What cannot go is parked on the way. */
+static inline int64_t kvt_take_main(kvt_index *x, unsigned cls, const kvt_miss *m, int *more,
+                                    int *broken)
+{
+    kvt_list *p = &x->l.list[kvt_place_list(cls, KVT_MAIN)];
+    int left = KVT_UNSAVED_STEPS;
+    while (p->tail != KVT_NIL) {
+        uint32_t s = p->tail;
+        unsigned place = kvt_usable(x, s);
+        if (x->l.node[s].prev != KVT_NIL)
+            __builtin_prefetch(&x->t.rec[x->l.node[s].prev]);
+        if (place == KVT_MAIN) {
+            if (kvt_evict(x, s, m, broken))
+                return s;
+            place = KVT_SERVICE; /* pinned this very moment */
+        } else if (place == KVT_PARKED_UNSAVED && !left--) {
+            *more = 1;
+            return -1;
+        }
+        kvt_park(&x->l, s, place);
+    }
+    return -1;
+}
+
+static inline int64_t kvt_take_unsaved(kvt_index *x, unsigned cls, const kvt_miss *m, int *broken)
+{
+    kvt_list *p = &x->l.list[kvt_place_list(cls, KVT_PARKED_UNSAVED)];
+    while (p->tail != KVT_NIL) {
+        uint32_t s = p->tail;
+        unsigned place = kvt_usable(x, s);
+        if ((place == KVT_MAIN || place == KVT_PARKED_UNSAVED)) {
+            if (kvt_evict(x, s, m, broken))
+                return s;
+            place = KVT_SERVICE;
+        }
+        kvt_park(&x->l, s, place);
+    }
+    return -1;
+}
+
+/*
+ * One slot, evicted: FREE, in no list, its key still in the record. -1 if nothing can go.
+ *
+ * Saved chunks go before unsaved ones, in the order of the policy. Unsaved chunks met on the way
+ * are put aside, at most KVT_UNSAVED_STEPS for one victim: after a long outage of the secondary
+ * tiers everything is unsaved, and the scheduler's thread shall not walk over all of it at once.
+ */
+static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int *broken)
+{
+    int64_t s;
+    int last = 0;
+    kvt_check_service(x, KVT_SERVICE_CHECKS);
+    for (;;) {
+        int more = 0;
+        unsigned first = x->policy->victim(x->state, &x->l, x->capacity, m);
+        for (unsigned i = 0; i < KVT_CLASSES; i++)
+            if ((s = kvt_take_main(x, first ^ i, m, &more, broken)) >= 0)
+                return s;
+        for (unsigned i = 0; i < KVT_CLASSES; i++)
+            if ((s = kvt_take_unsaved(x, first ^ i, m, broken)) >= 0)
+                return s;
+        if (more)
+            continue; /* put-aside ones were all pinned meanwhile: go on behind them */
+        if (last++ || !kvt_check_service(x, KVT_SERVICE_LAST))
+            return -1;
+    }
+}
+
+/* Let k have a slot, in state WRITING. -1 if there is none, -2 if something is broken.
+ * *victim is the slot if a chunk had to go for it (its old key was handed to `note` before). */
+typedef int (*kvt_note)(void *to, const kvt_record *victim);
+
+static inline int64_t kvt_reserve(kvt_index *x, const kvt_key *k, uint32_t length, unsigned flags,
+                                  kvt_note note, void *to)
+{
+    kvt_miss m;
+    int broken = 0;
+    x->policy->missed(x->state, &x->l, x->capacity, k, &m);
+    int64_t s = kvt_pop_free(x);
+    if (s == -1) {
+        s = kvt_take_victim(x, &m, &broken);
+        if (s >= 0 && note(to, &x->t.rec[s]) < 0) {
+            kvt_push_free(x, (uint32_t)s);
+            return -3;
+        }
+    }
+    if (s < 0 || broken) {
+        x->policy->refused(x->state, &m);
+        return broken ? -2 : s;
+    }
+    kvt_write_key(&x->t.rec[s], k, length, flags);
+    if (!kvt_set_state(x, (uint32_t)s, KVT_FREE, KVT_WRITING))
+        return -2;
+    x->num_writing++;
+    kvt_table_add(&x->t, k->hash, (uint64_t)s);
+    x->l.node[s].info = KVT_FRESH;
+    kvt_use(&x->l, x->policy->place(x->state, &m), (uint32_t)s);
+    x->policy->placed(x->state, &x->l, x->capacity);
+    return s;
+}
+
+/* A lent slot gets its key and is READY. 0, or -2. */
+static inline int kvt_adopt(kvt_index *x, uint32_t s, const kvt_key *k, uint32_t length,
+                            unsigned flags, uint32_t crc)
+{
+    kvt_miss m;
+    x->policy->missed(x->state, &x->l, x->capacity, k, &m);
+    x->t.rec[s].crc = crc;
+    kvt_write_key(&x->t.rec[s], k, length, flags);
+    kvt_unlink(&x->l, s);
+    x->num_lent--;
+    kvt_table_add(&x->t, k->hash, s);
+    x->l.node[s].info = KVT_FRESH;
+    kvt_use(&x->l, x->policy->place(x->state, &m), s);
+    x->policy->placed(x->state, &x->l, x->capacity);
+    if (!kvt_set_state(x, s, KVT_WRITING, KVT_READY))
+        return -2;
+    x->num_ready++;
+    x->ready_bytes += length;
+    return 0;
+}
+
+static inline void kvt_touch(kvt_index *x, uint32_t s)
+{
+    kvt_node *n = &x->l.node[s];
+    unsigned cls = kvt_class(kvt_list_of(n));
+    if (n->info & KVT_FRESH)
+        n->info &= ~KVT_FRESH;
+    else
+        cls = x->policy->reused(x->state, cls);
+    kvt_use(&x->l, cls, s);
+}
+
+/* Take a chunk with a key away from table and lists; the word has left READY or WRITING already. */
+static inline int kvt_forget(kvt_index *x, uint32_t s)
+{
+    kvt_key k;
+    kvt_key_of(&k, &x->t.rec[s]);
+    kvt_unlink(&x->l, s);
+    return kvt_table_remove(&x->t, k.hash, s);
+}
+
+#endif

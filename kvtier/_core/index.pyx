@@ -1,0 +1,984 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner's index: key table writer, free list and replacement policy.
+
+Owns the policy's lists and ghosts (private memory) and writes records and table of the `SlotTable`
+it was given. Owner's thread only; nothing here waits or takes a lock. Each method checks all its
+arguments before it changes anything, then loops over the C functions of `index.h`.
+
+Invariant: num_free + num_writing + num_ready + num_lent + num_orphans == capacity.
+"""
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc, qsort, realloc
+from libc.string cimport memset
+
+from kvtier._core.slots cimport *
+
+import numpy as np
+
+from kvtier.errors import InternalError
+
+
+cdef extern from *:
+    """
+    #ifndef KVTIER_CHECKS
+    #define KVTIER_CHECKS 0
+    #endif
+    """
+    const bint KVTIER_CHECKS
+
+
+cdef extern from "index.h":
+    enum:
+        KVT_NIL
+        KVT_CLASSES
+        KVT_MAIN
+        KVT_USE
+        KVT_SERVICE
+        KVT_PARKED_UNSAVED
+        KVT_NOWHERE
+        KVT_LENT
+        KVT_ORPHAN_WRITING
+        KVT_ORPHAN_PINNED
+        KVT_NUM_LISTS
+        KVT_SERVICE_LAST
+    const uint64_t KVT_PROTECT
+    const uint64_t KVT_FRESH
+
+    ctypedef struct kvt_node:
+        uint32_t prev
+        uint32_t next
+        uint64_t info
+
+    ctypedef struct kvt_list:
+        uint32_t head
+        uint32_t tail
+        uint32_t hint
+        uint64_t count
+
+    ctypedef struct kvt_lists:
+        kvt_node *node
+        kvt_list list[11]
+        uint64_t rank
+        uint64_t steps
+
+    ctypedef struct kvt_miss:
+        pass
+
+    ctypedef struct kvt_policy:
+        const char *name
+        uint64_t bytes_per_slot
+        void clear(void *)
+        uint64_t ghosts(const void *, int)
+        double parameter(const void *)
+        int check(const void *, const kvt_lists *, uint64_t)
+
+    ctypedef struct kvt_index:
+        kvt_table t
+        kvt_lists l
+        const kvt_policy *policy
+        void *state
+        uint64_t capacity
+        uint64_t bumped
+        uint32_t free_head
+        uint64_t num_free
+        uint64_t num_writing
+        uint64_t num_ready
+        uint64_t num_lent
+        uint64_t num_orphans
+        uint64_t ready_bytes
+
+    ctypedef int (*kvt_note)(void *, const kvt_record *) noexcept
+
+    int kvt_index_open(kvt_index *, const kvt_table *, const char *)
+    void kvt_index_close(kvt_index *)
+    void kvt_lists_reset(kvt_lists *)
+    unsigned kvt_list_of(const kvt_node *)
+    uint64_t kvt_rank(const kvt_node *)
+    unsigned kvt_place_list(unsigned, unsigned)
+    bint kvt_is_placed(unsigned)
+    unsigned kvt_class(unsigned)
+    unsigned kvt_place(unsigned)
+    uint64_t kvt_class_count(const kvt_lists *, unsigned)
+    void kvt_unlink(kvt_lists *, uint32_t)
+    void kvt_push_head(kvt_lists *, unsigned, uint32_t)
+    void kvt_find_all(const kvt_index *, kvt_key *, int64_t)
+    void kvt_prefetch_links(const kvt_index *, int64_t)
+    void kvt_push_free(kvt_index *, uint32_t)
+    int64_t kvt_pop_free(kvt_index *)
+    bint kvt_set_free(kvt_index *, uint32_t, unsigned)
+    bint kvt_set_state(kvt_index *, uint32_t, unsigned, unsigned)
+    void kvt_reconsider(kvt_index *, uint32_t)
+    int kvt_check_service(kvt_index *, int)
+    bint kvt_detach(kvt_index *, uint32_t)
+    int64_t kvt_take_victim(kvt_index *, const kvt_miss *, int *)
+    int64_t kvt_reserve(
+        kvt_index *, const kvt_key *, uint32_t, unsigned, kvt_note, void *) except? -3
+    int kvt_adopt(kvt_index *, uint32_t, const kvt_key *, uint32_t, unsigned, uint32_t)
+    void kvt_touch(kvt_index *, uint32_t)
+    bint kvt_forget(kvt_index *, uint32_t)
+
+
+cdef enum:
+    SMALL = 4096  # largest capacity that a checked build walks after each change
+
+cdef struct oldest_entry:
+    uint64_t rank
+    int64_t slot
+
+
+cdef int by_rank(const void *a, const void *b) noexcept nogil:
+    cdef uint64_t x = (<const oldest_entry *> a).rank
+    cdef uint64_t y = (<const oldest_entry *> b).rank
+    return (x > y) - (x < y)
+
+
+cdef bytes key_bytes(const kvt_record *r):
+    return PyBytes_FromStringAndSize(<const char *> r.key, r.key_len)
+
+
+cdef int note_victim(void *to, const kvt_record *victim) noexcept:
+    """Remember the key of a victim before its record is written anew."""
+    try:
+        (<Reservation> to).note(victim)
+    except BaseException as error:
+        # MemoryError only; the chunk is gone from the index, so the caller has to hear of it.
+        (<Reservation> to).error = error
+        return -1
+    return 0
+
+
+cdef void *view(object array, str kind, Py_ssize_t *n, Py_buffer *buffer) except NULL:
+    """Contiguous int64 ("l") or uint32 ("I") memory of `array`; the caller releases `buffer`."""
+    PyObject_GetBuffer(array, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+    cdef int size = 8 if kind == "l" else 4
+    fmt = buffer.format.decode() if buffer.format is not NULL else "B"
+    if buffer.itemsize != size or fmt not in (("l", "q") if size == 8 else ("I", "L")):
+        PyBuffer_Release(buffer)
+        raise TypeError(f"wants an array of {'int64' if size == 8 else 'uint32'}, got {fmt!r}")
+    n[0] = buffer.len // size
+    # An empty array may have no memory.
+    return buffer.buf if buffer.buf is not NULL else <void *> buffer
+
+
+cdef object slot_array(Py_ssize_t n, int64_t **data):
+    """New int64 array; *data is valid while it lives."""
+    array = np.empty(n, np.int64)
+    cdef Py_buffer buffer
+    PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
+    data[0] = <int64_t *> buffer.buf
+    PyBuffer_Release(&buffer)
+    return array
+
+
+cdef object generation_array(Py_ssize_t n, uint32_t **data):
+    array = np.empty(n, np.uint32)
+    cdef Py_buffer buffer
+    PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
+    data[0] = <uint32_t *> buffer.buf
+    PyBuffer_Release(&buffer)
+    return array
+
+
+cdef class Reservation:
+    """Result of ``Index.reserve``. See `index.pyi`."""
+
+    cdef readonly list keys
+    cdef readonly object slots
+    cdef readonly object generations
+    cdef readonly list evicted
+    cdef readonly list evicted_unsaved
+    cdef readonly bint complete
+    cdef object error  # exception of note_victim, raised by reserve
+
+    cdef int note(self, const kvt_record *victim) except -1:
+        key = key_bytes(victim)
+        self.evicted.append(key)
+        if kvt_flags(victim) & KVT_UNSAVED:
+            self.evicted_unsaved.append(key)
+        return 0
+
+
+cdef class Index:
+    """Which chunk is in which slot, and which goes next. See `index.pyi`."""
+
+    cdef kvt_index c  # nodes and policy state are freed in __dealloc__
+    cdef SlotTable slots  # keeps records and table mapped
+    cdef kvt_key *scratch  # keys of the running call; owned
+    cdef Py_ssize_t scratch_size  # keys that fit
+    cdef uint32_t *payload  # chunk bytes by group; owned
+    cdef uint32_t groups
+    cdef bint track_unsaved
+    cdef readonly str policy
+
+    def __cinit__(self):
+        memset(&self.c, 0, sizeof(self.c))
+
+    def __init__(self, slots: SlotTable, payload_bytes, policy="lru", track_unsaved=False):
+        if self.slots is not None:
+            raise RuntimeError("an Index is initialised once")
+        if policy not in ("lru", "arc"):
+            raise ValueError(f"policy is 'lru' or 'arc', got {policy!r}")
+        cdef list sizes = list(payload_bytes)
+        if not sizes or min(sizes) < 1 or max(sizes) >= 2**32:
+            raise ValueError(f"payload_bytes are 1 to 2**32 - 1, got {sizes}")
+        if not slots.num_slots:
+            raise ValueError("the slot table is not open")
+        self.payload = <uint32_t *> malloc(len(sizes) * sizeof(uint32_t))
+        if self.payload is NULL:
+            raise MemoryError
+        self.groups = len(sizes)
+        for i in range(len(sizes)):
+            self.payload[i] = sizes[i]
+        self.track_unsaved = track_unsaved
+        self.policy = policy
+        name = policy.encode()
+        if kvt_index_open(&self.c, &slots.c, name) < 0:
+            raise MemoryError
+        self.slots = slots
+
+    def __dealloc__(self):
+        kvt_index_close(&self.c)
+        free(self.scratch)
+        free(self.payload)
+
+    # Counters.
+    @property
+    def capacity(self) -> int:
+        return self.c.capacity
+
+    @property
+    def num_free(self) -> int:
+        return self.c.num_free
+
+    @property
+    def num_writing(self) -> int:
+        return self.c.num_writing
+
+    @property
+    def num_ready(self) -> int:
+        return self.c.num_ready
+
+    @property
+    def num_lent(self) -> int:
+        return self.c.num_lent
+
+    @property
+    def num_orphans(self) -> int:
+        return self.c.num_orphans
+
+    @property
+    def ready_bytes(self) -> int:
+        return self.c.ready_bytes
+
+    @property
+    def list_steps(self) -> int:
+        """List steps taken by evictions so far (tests of cost)."""
+        return self.c.l.steps
+
+    @property
+    def metadata_bytes_per_slot(self) -> float:
+        """Memory a slot costs besides its payload: record, table, lists, ghosts."""
+        cdef uint64_t per = sizeof(kvt_record) + sizeof(kvt_node) + self.c.policy.bytes_per_slot
+        return per + <double> self.c.t.num_buckets * sizeof(kvt_bucket) / self.c.t.num_slots
+
+    def policy_state(self) -> dict:
+        """Sizes of the policy's lists and its parameter p, for tests and metrics."""
+        return {
+            "t1": kvt_class_count(&self.c.l, 0),
+            "t2": kvt_class_count(&self.c.l, 1),
+            "b1": self.c.policy.ghosts(self.c.state, 1),
+            "b2": self.c.policy.ghosts(self.c.state, 2),
+            "p": self.c.policy.parameter(self.c.state),
+        }
+
+    # Helpers.
+    cdef Py_ssize_t load(self, list keys) except -1:
+        """Check all keys and put them into the scratch memory."""
+        cdef Py_ssize_t n = len(keys), i
+        cdef void *more
+        if n > self.scratch_size:
+            more = realloc(self.scratch, n * sizeof(kvt_key))
+            if more is NULL:
+                raise MemoryError
+            self.scratch = <kvt_key *> more
+            self.scratch_size = n
+        for i in range(n):
+            load_key(&self.scratch[i], keys[i])
+            if self.scratch[i].group >= self.groups:
+                raise ValueError(
+                    f"key of group {self.scratch[i].group}, there are {self.groups} groups")
+        return n
+
+    cdef Py_ssize_t find(self, list keys) except -1:
+        cdef Py_ssize_t n = self.load(keys)
+        kvt_find_all(&self.c, self.scratch, n)
+        return n
+
+    cdef int changed(self) except -1:
+        if KVTIER_CHECKS and self.c.capacity <= SMALL:
+            self.check()
+        return 0
+
+    cdef int broken(self, str what) except -1:
+        raise InternalError(what)
+
+    cdef int to_free(self, uint32_t slot, unsigned state) except -1:
+        """A slot in no list, in `state` and without pins, becomes FREE."""
+        if not kvt_set_free(&self.c, slot, state):
+            self.broken(f"slot {slot} cannot become free: state or pins changed under its owner")
+        kvt_push_free(&self.c, slot)
+        return 0
+
+    def grow(self, num_slots: int) -> None:
+        """Slots [capacity, num_slots) have memory behind them now and become FREE."""
+        cdef uint64_t to = num_slots
+        if to < self.c.capacity or to > self.c.t.num_slots:
+            raise ValueError(
+                f"grow goes from {self.c.capacity} to at most {self.c.t.num_slots}, got {to}")
+        self.c.num_free += to - self.c.capacity
+        self.c.capacity = to
+        self.changed()
+
+    # Lookups.
+    def lookup(self, key: bytes) -> int:
+        """0 absent, 1 WRITING, 2 READY."""
+        cdef kvt_key k
+        cdef uint64_t word
+        load_key(&k, key)
+        if k.group >= self.groups:
+            raise ValueError(f"key of group {k.group}, there are {self.groups} groups")
+        return kvt_state(word) if kvt_find(&self.c.t, &k, &word) >= 0 else 0
+
+    def lookup_batch(self, keys) -> tuple:
+        """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""
+        cdef Py_ssize_t n = self.find(keys if type(keys) is list else list(keys)), i
+        cdef Py_ssize_t prefix = -1
+        cdef bytes states = PyBytes_FromStringAndSize(NULL, n)
+        cdef char *out = states
+        cdef int64_t s
+        for i in range(n):
+            s = self.scratch[i].slot
+            out[i] = <char> (kvt_state(kvt_load(&self.c.t.rec[s])) if s >= 0 else 0)
+            if prefix < 0 and out[i] != KVT_READY:
+                prefix = i
+        return (n if prefix < 0 else prefix), states
+
+    def locate(self, key: bytes):
+        """(slot, generation) of a READY or WRITING key."""
+        cdef kvt_key k
+        cdef uint64_t word
+        load_key(&k, key)
+        if k.group >= self.groups:
+            raise ValueError(f"key of group {k.group}, there are {self.groups} groups")
+        cdef int64_t s = kvt_find(&self.c.t, &k, &word)
+        return (s, kvt_gen(word)) if s >= 0 else None
+
+    # Storing.
+    def reserve(self, keys) -> Reservation:
+        """Slots in WRITING for the longest leading part of the absent keys that fits."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i, taken = 0, at = 0
+        cdef kvt_key *k = self.scratch
+        cdef Reservation result = Reservation.__new__(Reservation)
+        cdef int64_t s
+        cdef uint64_t word
+        cdef int64_t *slot
+        cdef uint32_t *generation
+        cdef unsigned flags = KVT_UNSAVED if self.track_unsaved else 0
+        result.keys = []
+        result.evicted = []
+        result.evicted_unsaved = []
+        result.complete = True
+        for i in range(n):
+            if k[i].slot >= 0:
+                self.c.l.node[k[i].slot].info |= KVT_PROTECT
+        try:
+            for i in range(n):
+                # Looked up again: the key may stand twice in this call.
+                if k[i].slot >= 0 or kvt_find(&self.c.t, &k[i], &word) >= 0:
+                    continue
+                s = kvt_reserve(&self.c, &k[i], self.payload[k[i].group], flags,
+                                note_victim, <void *> result)
+                if s == -1:
+                    result.complete = False
+                    break
+                if s == -3:
+                    raise result.error
+                if s < 0:
+                    self.broken("a free slot was not free, or a victim not in the key table")
+                # The slot number of a new key is kept as -2 - slot: it is not protected.
+                k[i].slot = -2 - s
+                result.keys.append(items[i])
+                taken += 1
+        finally:
+            for i in range(n):
+                if k[i].slot >= 0:
+                    self.c.l.node[k[i].slot].info &= ~KVT_PROTECT
+                    kvt_reconsider(&self.c, <uint32_t> k[i].slot)
+        result.slots = slot_array(taken, &slot)
+        result.generations = generation_array(taken, &generation)
+        for i in range(n):
+            if k[i].slot <= -2:
+                slot[at] = -2 - k[i].slot
+                generation[at] = kvt_gen(self.c.t.rec[slot[at]].word)
+                at += 1
+        self.changed()
+        return result
+
+    def commit(self, keys) -> list:
+        """WRITING to READY; returns the keys for which that happened."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i
+        cdef list done = []
+        cdef int64_t s
+        for i in range(n):
+            s = self.scratch[i].slot
+            if s >= 0 and kvt_set_state(&self.c, s, KVT_WRITING, KVT_READY):
+                self.c.num_writing -= 1
+                self.c.num_ready += 1
+                self.c.ready_bytes += self.c.t.rec[s].length
+                kvt_reconsider(&self.c, s)
+                done.append(items[i])
+        self.changed()
+        return done
+
+    def abort(self, keys) -> int:
+        """WRITING back to FREE; keys in other states are left alone. Returns how many."""
+        cdef Py_ssize_t n = self.find(keys if type(keys) is list else list(keys)), i
+        cdef int64_t s
+        cdef Py_ssize_t done = 0
+        # Last first, so that the free list hands them out in ascending order again.
+        for i in range(n - 1, -1, -1):
+            s = self.scratch[i].slot
+            if s < 0 or not kvt_set_free(&self.c, s, KVT_WRITING):
+                continue
+            if not kvt_forget(&self.c, s):
+                self.broken(f"slot {s} is not in the key table")
+            kvt_push_free(&self.c, s)
+            self.c.num_writing -= 1
+            done += 1
+        self.changed()
+        return done
+
+    # Reading.
+    def pin(self, keys) -> tuple:
+        """Pin READY chunks for the owner: slots and generations, in order."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i, j
+        cdef int64_t *slot
+        cdef uint32_t *generation
+        cdef uint64_t after
+        cdef int got
+        slots = slot_array(n, &slot)
+        generations = generation_array(n, &generation)
+        for i in range(n):
+            slot[i] = self.scratch[i].slot
+            got = 0
+            if slot[i] >= 0:
+                generation[i] = kvt_gen(kvt_load(&self.c.t.rec[slot[i]]))
+                got = kvt_pin(&self.c.t.rec[slot[i]], generation[i], KVT_OWNER_ONE, KVT_OWNER_MASK)
+            if got != 1:
+                for j in range(i):
+                    kvt_unpin(&self.c.t.rec[slot[j]], generation[j],
+                              KVT_OWNER_ONE, KVT_OWNER_MASK, &after)
+                if got < 0:
+                    self.broken("a chunk has all the owner pins that fit")
+                raise KeyError(items[i])
+        return slots, generations
+
+    def unpin(self, slots, generations) -> None:
+        """Give owner pins back. InternalError on a pin that was not held."""
+        cdef Py_buffer a, b
+        cdef Py_ssize_t n, m, i
+        cdef uint64_t after = 0
+        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        try:
+            g = <uint32_t *> view(generations, "I", &m, &b)
+            try:
+                self.bounds(s, n, m)
+                for i in range(n):
+                    if not kvt_unpin(&self.c.t.rec[s[i]], g[i], KVT_OWNER_ONE, KVT_OWNER_MASK,
+                                     &after):
+                        self.broken(f"slot {s[i]} has no owner pin in generation {g[i]}")
+                    if not after & KVT_OWNER_MASK:
+                        kvt_reconsider(&self.c, <uint32_t> s[i])
+            finally:
+                PyBuffer_Release(&b)
+        finally:
+            PyBuffer_Release(&a)
+        self.changed()
+
+    cdef int bounds(self, const int64_t *s, Py_ssize_t n, Py_ssize_t m) except -1:
+        if n != m:
+            raise ValueError(f"{n} slots and {m} generations")
+        cdef Py_ssize_t i
+        for i in range(n):
+            if s[i] < 0 or <uint64_t> s[i] >= self.c.capacity:
+                raise IndexError(f"slot {s[i]} is outside 0..{self.c.capacity}")
+        return 0
+
+    def touch(self, keys) -> None:
+        """One access a request, in prefix order; applied suffix first."""
+        cdef Py_ssize_t n = self.find(keys if type(keys) is list else list(keys)), i
+        for i in range(n):
+            if self.scratch[i].slot >= 0:
+                kvt_prefetch_links(&self.c, self.scratch[i].slot)
+        for i in range(n - 1, -1, -1):
+            if self.scratch[i].slot >= 0:
+                kvt_touch(&self.c, <uint32_t> self.scratch[i].slot)
+        self.changed()
+
+    # Secondary tiers.
+    def pin_for_service(self, keys) -> tuple:
+        """One service pin on each key that is READY: those keys, their slots and generations."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i, taken = 0
+        cdef int64_t s
+        cdef uint32_t g
+        cdef int64_t *slot
+        cdef uint32_t *generation
+        cdef list done = []
+        for i in range(n):
+            s = self.scratch[i].slot
+            if s < 0:
+                continue
+            g = kvt_gen(kvt_load(&self.c.t.rec[s]))
+            if kvt_pin(&self.c.t.rec[s], g, KVT_SERVICE_ONE, KVT_SERVICE_MASK) == 1:
+                done.append(items[i])
+                self.scratch[taken].slot = s
+                taken += 1
+        slots = slot_array(taken, &slot)
+        generations = generation_array(taken, &generation)
+        for i in range(taken):
+            slot[i] = self.scratch[i].slot
+            generation[i] = kvt_gen(kvt_load(&self.c.t.rec[slot[i]]))
+        return done, slots, generations
+
+    def lend(self, n: int) -> tuple:
+        """Up to `n` slots from the free ones, WRITING and without a key. Evicts nothing."""
+        cdef Py_ssize_t most = min(max(<Py_ssize_t> n, 0), <Py_ssize_t> self.c.num_free), i
+        cdef int64_t *slot
+        cdef uint32_t *generation
+        slots = slot_array(most, &slot)
+        generations = generation_array(most, &generation)
+        for i in range(most):
+            slot[i] = kvt_pop_free(&self.c)
+            if slot[i] < 0:
+                self.broken("a free slot was not free")
+            self.c.t.rec[slot[i]].key_len = 0
+            kvt_set_state(&self.c, slot[i], KVT_FREE, KVT_WRITING)
+            generation[i] = kvt_gen(self.c.t.rec[slot[i]].word)
+            kvt_push_head(&self.c.l, KVT_LENT, slot[i])
+            self.c.num_lent += 1
+        self.changed()
+        return slots, generations
+
+    cdef int lent(self, const int64_t *s, const uint32_t *g, Py_ssize_t n) except -1:
+        """All of them are lent, or were when `clear` came."""
+        cdef Py_ssize_t i
+        cdef unsigned where
+        for i in range(n):
+            where = kvt_list_of(&self.c.l.node[s[i]])
+            if (where != KVT_LENT and where != KVT_ORPHAN_WRITING) or (
+                kvt_gen(kvt_load(&self.c.t.rec[s[i]])) != g[i]
+            ):
+                self.broken(f"slot {s[i]} is not lent in generation {g[i]}")
+        return 0
+
+    cdef int end_lease(self, uint32_t slot) except -1:
+        """A lent slot, or an orphan whose writer has ended, becomes FREE."""
+        if kvt_list_of(&self.c.l.node[slot]) == KVT_LENT:
+            self.c.num_lent -= 1
+        else:
+            self.c.num_orphans -= 1
+        kvt_unlink(&self.c.l, slot)
+        return self.to_free(slot, KVT_WRITING)
+
+    def adopt(self, slots, generations, keys, crcs=None, saved=True) -> list:
+        """Lent slots become READY under their keys; False where the key was already there."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_buffer a, b, c
+        cdef Py_ssize_t n, m, i, num_crcs = len(items)
+        cdef uint64_t word
+        cdef unsigned flags = 0 if saved else KVT_UNSAVED
+        cdef uint32_t *crc = NULL
+        cdef uint32_t slot
+        cdef list done = []
+        if crcs is not None:
+            flags |= KVT_CRC_VALID
+        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        try:
+            g = <uint32_t *> view(generations, "I", &m, &b)
+            try:
+                if crcs is not None:
+                    crc = <uint32_t *> view(crcs, "I", &num_crcs, &c)
+                try:
+                    self.bounds(s, n, m)
+                    if len(items) != n or num_crcs != n:
+                        raise ValueError(f"{n} slots, {len(items)} keys and {num_crcs} checksums")
+                    self.lent(s, g, n)
+                    self.find(items)
+                    for i in range(n):
+                        slot = <uint32_t> s[i]
+                        # Checked again: a slot may stand twice in this call.
+                        self.lent(&s[i], &g[i], 1)
+                        if (
+                            kvt_list_of(&self.c.l.node[slot]) == KVT_ORPHAN_WRITING
+                            or kvt_find(&self.c.t, &self.scratch[i], &word) >= 0
+                        ):
+                            self.end_lease(slot)
+                            done.append(False)
+                            continue
+                        if kvt_adopt(&self.c, slot, &self.scratch[i],
+                                     self.payload[self.scratch[i].group], flags,
+                                     crc[i] if crc is not NULL else 0):
+                            self.broken(f"lent slot {slot} was not in WRITING")
+                        done.append(True)
+                finally:
+                    if crc is not NULL:
+                        PyBuffer_Release(&c)
+            finally:
+                PyBuffer_Release(&b)
+        finally:
+            PyBuffer_Release(&a)
+        self.changed()
+        return done
+
+    def give_back(self, slots, generations) -> None:
+        """Lent slots become FREE again, unused."""
+        cdef Py_buffer a, b
+        cdef Py_ssize_t n, m, i
+        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        try:
+            g = <uint32_t *> view(generations, "I", &m, &b)
+            try:
+                self.bounds(s, n, m)
+                self.lent(s, g, n)
+                for i in range(n - 1, -1, -1):
+                    self.lent(&s[i], &g[i], 1)
+                    self.end_lease(<uint32_t> s[i])
+            finally:
+                PyBuffer_Release(&b)
+        finally:
+            PyBuffer_Release(&a)
+        self.changed()
+
+    def keep_free(self, n: int, limit: int = 64) -> tuple:
+        """Evict at most `limit` chunks until `n` slots are free: (evicted, its unsaved part)."""
+        cdef uint64_t wanted = max(n, 0)
+        cdef Py_ssize_t left = limit
+        cdef int broken = 0
+        cdef int64_t s
+        cdef list evicted = [], unsaved = []
+        while self.c.num_free < wanted and left > 0:
+            s = kvt_take_victim(&self.c, NULL, &broken)
+            if broken:
+                self.broken("a victim was not in the key table")
+            if s < 0:
+                break
+            kvt_push_free(&self.c, <uint32_t> s)
+            key = key_bytes(&self.c.t.rec[s])
+            evicted.append(key)
+            if kvt_flags(&self.c.t.rec[s]) & KVT_UNSAVED:
+                unsaved.append(key)
+            left -= 1
+        self.changed()
+        return evicted, unsaved
+
+    def oldest_unsaved(self, n: int) -> list:
+        """Up to `n` unsaved READY keys, the next victims first.
+
+        Chunks in use are left out. Looks at no more than 16 n + 1024 chunks.
+        """
+        cdef list found = []
+        cdef Py_ssize_t wanted = n, left = 16 * max(wanted, 0) + 1024
+        cdef uint32_t at
+        cdef int place, cls
+        cdef uint32_t cursor[2]
+        for place in (KVT_PARKED_UNSAVED, KVT_MAIN):
+            for cls in range(2):
+                cursor[cls] = self.c.l.list[kvt_place_list(cls, place)].tail
+            while len(found) < wanted and left > 0:
+                cls = 0 if cursor[1] == KVT_NIL or (
+                    cursor[0] != KVT_NIL
+                    and kvt_rank(&self.c.l.node[cursor[0]]) < kvt_rank(&self.c.l.node[cursor[1]])
+                ) else 1
+                at = cursor[cls]
+                if at == KVT_NIL:
+                    break
+                cursor[cls] = self.c.l.node[at].prev
+                left -= 1
+                if (
+                    kvt_state(kvt_load(&self.c.t.rec[at])) == KVT_READY
+                    and kvt_flags(&self.c.t.rec[at]) & KVT_UNSAVED
+                ):
+                    found.append(key_bytes(&self.c.t.rec[at]))
+        return found
+
+    def mark_saved(self, keys) -> None:
+        """A secondary tier holds them."""
+        cdef Py_ssize_t n = self.find(keys if type(keys) is list else list(keys)), i
+        cdef int64_t s
+        for i in range(n):
+            s = self.scratch[i].slot
+            if s >= 0:
+                kvt_clear_flags(&self.c.t.rec[s].flags, 0xff ^ KVT_UNSAVED, KVT_ACQ_REL)
+                kvt_reconsider(&self.c, <uint32_t> s)
+        self.changed()
+
+    # Removal.
+    def drop(self, keys) -> list:
+        """Remove READY chunks without pins; returns the keys that went."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i
+        cdef int64_t s
+        cdef list gone = []
+        for i in range(n - 1, -1, -1):
+            s = self.scratch[i].slot
+            if s >= 0 and kvt_detach(&self.c, <uint32_t> s):
+                if not kvt_forget(&self.c, <uint32_t> s):
+                    self.broken(f"slot {s} is not in the key table")
+                kvt_push_free(&self.c, <uint32_t> s)
+                gone.append(items[i])
+        gone.reverse()
+        self.changed()
+        return gone
+
+    def clear(self) -> tuple:
+        """Forget everything at once, without waiting. Linear in the slots."""
+        cdef uint64_t s
+        cdef unsigned where
+        cdef list gone = [], slots = [], generations = []
+        cdef kvt_record *r
+        for s in range(self.c.bumped):
+            where = kvt_list_of(&self.c.l.node[s])
+            r = &self.c.t.rec[s]
+            if where == KVT_NOWHERE or where > KVT_LENT:
+                continue
+            if kvt_state(kvt_load(r)) == KVT_READY:
+                gone.append(key_bytes(r))
+                self.c.num_ready -= 1
+                self.c.ready_bytes -= r.length
+            elif where == KVT_LENT:
+                self.c.num_lent -= 1
+            else:
+                self.c.num_writing -= 1
+            if where != KVT_LENT and not kvt_forget(&self.c, <uint32_t> s):
+                self.broken(f"slot {s} is not in the key table")
+            elif where == KVT_LENT:
+                kvt_unlink(&self.c.l, <uint32_t> s)
+            self.c.l.node[s].info = 0
+            if kvt_set_free(&self.c, <uint32_t> s, KVT_READY):
+                kvt_push_free(&self.c, <uint32_t> s)
+                continue
+            # In flight. ORPHAN can be pinned by nobody any more; a writer's slot stays WRITING.
+            if kvt_set_state(&self.c, <uint32_t> s, KVT_READY, KVT_ORPHAN):
+                kvt_push_head(&self.c.l, KVT_ORPHAN_PINNED, <uint32_t> s)
+            else:
+                kvt_push_head(&self.c.l, KVT_ORPHAN_WRITING, <uint32_t> s)
+            self.c.num_orphans += 1
+            slots.append(s)
+            generations.append(kvt_gen(kvt_load(r)))
+        self.c.policy.clear(self.c.state)
+        self.changed()
+        return gone, np.array(slots, np.int64), np.array(generations, np.uint32)
+
+    def release(self, slots, generations) -> int:
+        """Free orphans in WRITING whose writer has ended. Returns how many.
+
+        Slots that are not such an orphan in that generation are passed over, so that two reports of
+        the same end free a slot once.
+        """
+        cdef Py_buffer a, b
+        cdef Py_ssize_t n, m, i, done = 0
+        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        try:
+            g = <uint32_t *> view(generations, "I", &m, &b)
+            try:
+                self.bounds(s, n, m)
+                for i in range(n):
+                    if (
+                        kvt_list_of(&self.c.l.node[s[i]]) == KVT_ORPHAN_WRITING
+                        and kvt_gen(kvt_load(&self.c.t.rec[s[i]])) == g[i]
+                    ):
+                        self.end_lease(<uint32_t> s[i])
+                        done += 1
+            finally:
+                PyBuffer_Release(&b)
+        finally:
+            PyBuffer_Release(&a)
+        self.changed()
+        return done
+
+    def reap(self) -> int:
+        """Free orphans whose pins are all back. Called once a step; O(orphans).
+
+        Looks also, for the same reason, at up to 64 chunks that eviction met pinned by the service.
+        """
+        cdef uint32_t at = self.c.l.list[KVT_ORPHAN_PINNED].tail, following
+        cdef Py_ssize_t done = 0
+        while at != KVT_NIL:
+            following = self.c.l.node[at].prev
+            if kvt_set_free(&self.c, at, KVT_ORPHAN):
+                kvt_unlink(&self.c.l, at)
+                kvt_push_free(&self.c, at)
+                self.c.num_orphans -= 1
+                done += 1
+            at = following
+        kvt_check_service(&self.c, KVT_SERVICE_LAST)
+        self.changed()
+        return done
+
+    def keys(self) -> list:
+        """READY keys, the next victim first if nothing is pinned or unsaved (tests, drain)."""
+        cdef uint64_t most = self.c.num_ready + 1
+        cdef oldest_entry *found = <oldest_entry *> malloc(2 * most * sizeof(oldest_entry))
+        cdef uint64_t count[2]
+        cdef uint64_t i, left
+        cdef uint32_t at
+        cdef int cls, place
+        cdef list result = []
+        if found is NULL:
+            raise MemoryError
+        try:
+            for cls in range(2):
+                count[cls] = 0
+                for place in range(4):
+                    at = self.c.l.list[kvt_place_list(cls, place)].tail
+                    while at != KVT_NIL:
+                        if kvt_state(kvt_load(&self.c.t.rec[at])) == KVT_READY:
+                            found[cls * most + count[cls]].rank = kvt_rank(&self.c.l.node[at])
+                            found[cls * most + count[cls]].slot = at
+                            count[cls] += 1
+                        at = self.c.l.node[at].prev
+                qsort(&found[cls * most], count[cls], sizeof(oldest_entry), by_rank)
+            # T1 down to its target, T2, the rest of T1: REPLACE with a p that stands still.
+            i = 0
+            left = count[0]
+            while left and (not count[1] or left > self.c.policy.parameter(self.c.state)):
+                result.append(key_bytes(&self.c.t.rec[found[i].slot]))
+                i += 1
+                left -= 1
+            for at in range(<uint32_t> count[1]):
+                result.append(key_bytes(&self.c.t.rec[found[most + at].slot]))
+            while left:
+                result.append(key_bytes(&self.c.t.rec[found[i].slot]))
+                i += 1
+                left -= 1
+        finally:
+            free(found)
+        return result
+
+    def check(self) -> None:
+        """Walk everything; InternalError on the first invariant that does not hold."""
+        cdef uint64_t s, word, linked = 0, in_lists = 0, free_slots = 0
+        cdef uint64_t writing = 0, ready = 0, lent = 0, orphans = 0, ready_bytes = 0, n
+        cdef unsigned expected
+        cdef uint32_t at, before
+        cdef unsigned where, state
+        cdef kvt_record *r
+        cdef kvt_key k
+        cdef int i
+        for s in range(self.c.capacity):
+            r = &self.c.t.rec[s]
+            word = kvt_load(r)
+            state = kvt_state(word)
+            where = kvt_list_of(&self.c.l.node[s])
+            if self.c.l.node[s].info & KVT_PROTECT:
+                self.broken(f"slot {s} is still protected")
+            if where == KVT_NOWHERE:
+                free_slots += 1
+                if state != KVT_FREE or word & KVT_PINS_MASK:
+                    self.broken(f"slot {s} is free here, its word is {word:#x}")
+                continue
+            linked += 1
+            if where == KVT_LENT:
+                lent += 1
+                if state != KVT_WRITING or word & KVT_PINS_MASK or r.key_len:
+                    self.broken(f"slot {s} is lent, its word is {word:#x}")
+            elif where >= KVT_LENT:
+                orphans += 1
+                expected = KVT_WRITING if where == KVT_ORPHAN_WRITING else KVT_ORPHAN
+                if state != expected:
+                    self.broken(f"slot {s} is an orphan, its word is {word:#x}")
+            else:
+                if state == KVT_READY:
+                    ready += 1
+                    ready_bytes += r.length
+                elif state == KVT_WRITING and not word & KVT_PINS_MASK:
+                    writing += 1
+                else:
+                    self.broken(f"slot {s} holds a key, its word is {word:#x}")
+                load_key(&k, key_bytes(r))
+                if kvt_find(&self.c.t, &k, &word) != <int64_t> s:
+                    self.broken(f"the key of slot {s} does not lead to it")
+                if r.length != self.payload[k.group]:
+                    self.broken(f"slot {s} has length {r.length}")
+        for i in range(1, KVT_NUM_LISTS):
+            n = 0
+            before = KVT_NIL
+            at = self.c.l.list[i].head
+            while at != KVT_NIL and n <= self.c.capacity:
+                if self.c.l.node[at].prev != before or kvt_list_of(&self.c.l.node[at]) != <unsigned> i:
+                    self.broken(f"list {i} is broken at slot {at}")
+                before = at
+                at = self.c.l.node[at].next
+                n += 1
+            if before != self.c.l.list[i].tail or n != self.c.l.list[i].count:
+                self.broken(f"list {i} has {n} slots, its counter says {self.c.l.list[i].count}")
+            in_lists += n
+        n = 0
+        at = self.c.free_head
+        while at != KVT_NIL and n <= self.c.capacity:
+            if kvt_list_of(&self.c.l.node[at]) != KVT_NOWHERE:
+                self.broken(f"slot {at} is in the free list and in another one")
+            at = self.c.l.node[at].next
+            n += 1
+        if n + self.c.capacity - self.c.bumped != self.c.num_free or free_slots != self.c.num_free:
+            self.broken(f"{self.c.num_free} free slots counted, {n} chained, {free_slots} found")
+        if linked != in_lists:
+            self.broken(f"{linked} slots say they are in lists, {in_lists} are")
+        if (
+            writing != self.c.num_writing or ready != self.c.num_ready or lent != self.c.num_lent
+            or orphans != self.c.num_orphans or ready_bytes != self.c.ready_bytes
+            or free_slots + writing + ready + lent + orphans != self.c.capacity
+        ):
+            self.broken(
+                f"counters {self.c.num_writing} {self.c.num_ready} {self.c.num_lent} "
+                f"{self.c.num_orphans} {self.c.ready_bytes}, found {writing} {ready} {lent} "
+                f"{orphans} {ready_bytes}")
+        self.check_table(ready + writing)
+        i = self.c.policy.check(self.c.state, &self.c.l, self.c.capacity)
+        if i:
+            self.broken(f"policy {self.policy} finds fault {i} in itself")
+
+    cdef int check_table(self, uint64_t chunks) except -1:
+        """Entries point to their keys, and the overflow counters are what the entries ask for."""
+        cdef uint64_t b, a, slot, entries = 0
+        cdef int i
+        cdef kvt_key k
+        cdef list expected = [0] * <Py_ssize_t> self.c.t.num_buckets
+        for b in range(self.c.t.num_buckets):
+            for i in range(7):
+                slot = self.c.t.bucket[b].entry[i] & ((<uint64_t> 1 << 40) - 1)
+                if not slot:
+                    continue
+                entries += 1
+                if slot > self.c.capacity:
+                    self.broken(f"bucket {b} leads to slot {slot - 1}")
+                load_key(&k, key_bytes(&self.c.t.rec[slot - 1]))
+                a = kvt_home(&self.c.t, k.hash)
+                while a != b:
+                    expected[a] += 1
+                    a = a + 1 if a + 1 < self.c.t.num_buckets else 0
+        if entries != chunks:
+            self.broken(f"{entries} entries for {chunks} chunks")
+        for b in range(self.c.t.num_buckets):
+            if expected[b] != self.c.t.bucket[b].passed:
+                self.broken(f"bucket {b} counts {self.c.t.bucket[b].passed}, not {expected[b]}")
+        return 0

@@ -1,0 +1,271 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * ARC, as published: N. Megiddo, D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
+ * FAST 2003, Figure 4. Class 0 is T1 (seen once), class 1 is T2 (seen again); B1 and B2 are the
+ * ghosts of what left them, p is the target size of T1, c the capacity.
+ *
+ * Differences, all from chunks being real memory: REPLACE runs only when no slot is free; ghosts
+ * together never exceed c (in the paper that follows from a full cache); when the chosen list has
+ * only unusable chunks the other one gives the victim. Bounds are trimmed after the insertion,
+ * which leaves the lists as in the figure.
+ *
+ * A ghost is a 16-byte fingerprint. If two keys ever agree in it, the cost is one wrong adaptation.
+ * Ghosts have a table of their own (linear probing, deletion by
+ * shifting back, load at most 1/2).
+ */
+#ifndef KVTIER_POLICY_ARC_H
+#define KVTIER_POLICY_ARC_H
+
+#include <stdlib.h>
+
+#include "policy.h"
+
+typedef struct {
+    uint64_t print[2]; /* lowest bit of print[1]: 0 in B1, 1 in B2 */
+    uint32_t prev, next;
+} kvt_ghost;
+
+typedef struct {
+    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes */
+    uint64_t *table;   /* tag 32 bits, ghost + 1 32 bits; 0 is empty */
+    uint64_t size;     /* of the table */
+    uint64_t slots;
+    uint32_t free;     /* chain of unused ghosts through next */
+    uint32_t used;     /* ghosts ever used */
+    uint32_t head[2], tail[2];
+    uint64_t count[2];
+    double p;
+} kvt_arc_state;
+
+static inline uint64_t kvt_arc_home(const kvt_arc_state *a, uint64_t tag)
+{
+    return (tag * a->size) >> 32;
+}
+static inline uint64_t kvt_arc_step(const kvt_arc_state *a, uint64_t i)
+{
+    return i + 1 == a->size ? 0 : i + 1;
+}
+
+static void kvt_arc_clear(void *self)
+{
+    kvt_arc_state *a = self;
+    memset(a->table, 0, a->size * sizeof(*a->table));
+    a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
+    a->used = 0;
+    a->count[0] = a->count[1] = 0;
+    a->p = 0;
+}
+
+static void kvt_arc_destroy(void *self)
+{
+    kvt_arc_state *a = self;
+    if (a) {
+        free(a->ghost);
+        free(a->table);
+        free(a);
+    }
+}
+
+static void *kvt_arc_create(uint64_t slots)
+{
+    kvt_arc_state *a = calloc(1, sizeof(*a));
+    if (!a)
+        return NULL;
+    a->slots = slots;
+    a->size = 2 * (slots + 1);
+    a->ghost = calloc(slots + 1, sizeof(*a->ghost));
+    a->table = calloc(a->size, sizeof(*a->table));
+    if (!a->ghost || !a->table) {
+        kvt_arc_destroy(a);
+        return NULL;
+    }
+    a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
+    return a;
+}
+
+static inline void kvt_arc_print(const kvt_key *k, uint64_t print[2])
+{
+    print[0] = k->hash;
+    print[1] = kvt_hash(k->w, k->len, 0x2f0b4f6d8f1c7a35ULL) & ~1ULL;
+}
+
+static int64_t kvt_arc_find(const kvt_arc_state *a, const uint64_t print[2])
+{
+    uint64_t tag = print[0] >> 32, e;
+    for (uint64_t i = kvt_arc_home(a, tag); (e = a->table[i]); i = kvt_arc_step(a, i))
+        if (e >> 32 == tag) {
+            const kvt_ghost *g = &a->ghost[(uint32_t)e - 1];
+            if (g->print[0] == print[0] && (g->print[1] & ~1ULL) == print[1])
+                return (uint32_t)e - 1;
+        }
+    return -1;
+}
+
+static void kvt_arc_remove(kvt_arc_state *a, uint32_t g)
+{
+    kvt_ghost *n = &a->ghost[g];
+    int b = (int)(n->print[1] & 1);
+    if (n->prev == KVT_NIL) a->head[b] = n->next; else a->ghost[n->prev].next = n->next;
+    if (n->next == KVT_NIL) a->tail[b] = n->prev; else a->ghost[n->next].prev = n->prev;
+    a->count[b]--;
+    n->next = a->free;
+    a->free = g;
+
+    uint64_t tag = n->print[0] >> 32, hole = kvt_arc_home(a, tag);
+    while (a->table[hole] != (tag << 32 | (g + 1)))
+        hole = kvt_arc_step(a, hole);
+    /* Shift back whatever could not stand at its home because of the entry that goes. */
+    for (uint64_t i = kvt_arc_step(a, hole), e; (e = a->table[i]); i = kvt_arc_step(a, i)) {
+        uint64_t home = kvt_arc_home(a, e >> 32);
+        uint64_t from_home = i >= home ? i - home : i + a->size - home;
+        uint64_t from_hole = i >= hole ? i - hole : i + a->size - hole;
+        if (from_home >= from_hole) {
+            a->table[hole] = e;
+            hole = i;
+        }
+    }
+    a->table[hole] = 0;
+}
+
+static void kvt_arc_add(kvt_arc_state *a, const uint64_t print[2], int b)
+{
+    uint32_t g = a->free;
+    if (g == KVT_NIL)
+        g = a->used++;
+    else
+        a->free = a->ghost[g].next;
+    kvt_ghost *n = &a->ghost[g];
+    n->print[0] = print[0];
+    n->print[1] = print[1] | (uint64_t)b;
+    n->prev = KVT_NIL;
+    n->next = a->head[b];
+    if (n->next == KVT_NIL) a->tail[b] = g; else a->ghost[n->next].prev = g;
+    a->head[b] = g;
+    a->count[b]++;
+    uint64_t tag = print[0] >> 32, i = kvt_arc_home(a, tag);
+    while (a->table[i])
+        i = kvt_arc_step(a, i);
+    a->table[i] = tag << 32 | (g + 1);
+}
+
+/* |T1| + |B1| <= c, all four <= 2c, ghosts <= c; `going` chunks are about to leave T1, T2. */
+static void kvt_arc_trim(kvt_arc_state *a, const kvt_lists *l, uint64_t c, const uint64_t going[2])
+{
+    uint64_t t1 = kvt_class_count(l, 0) - going[0], t2 = kvt_class_count(l, 1) - going[1];
+    while (a->count[0] && t1 + a->count[0] > c)
+        kvt_arc_remove(a, a->tail[0]);
+    while (a->count[1] && t1 + t2 + a->count[0] + a->count[1] > 2 * c)
+        kvt_arc_remove(a, a->tail[1]);
+    while (a->count[0] + a->count[1] > c)
+        kvt_arc_remove(a, a->count[1] ? a->tail[1] : a->tail[0]);
+}
+
+static void kvt_arc_missed(void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
+                           kvt_miss *m)
+{
+    kvt_arc_state *a = self;
+    (void)l;
+    kvt_arc_print(k, m->print);
+    m->before = a->p;
+    m->ghost = 0;
+    int64_t g = kvt_arc_find(a, m->print);
+    if (g < 0)
+        return;
+    int b = (int)(a->ghost[g].print[1] & 1);
+    double ratio = (double)a->count[!b] / (double)a->count[b];
+    double delta = ratio > 1 ? ratio : 1;
+    if (b == 0)
+        a->p = a->p + delta < (double)c ? a->p + delta : (double)c; /* Case II */
+    else
+        a->p = a->p - delta > 0 ? a->p - delta : 0; /* Case III */
+    m->ghost = b + 1;
+    kvt_arc_remove(a, (uint32_t)g);
+}
+
+static void kvt_arc_refused(void *self, kvt_miss *m)
+{
+    kvt_arc_state *a = self;
+    a->p = m->before;
+    if (m->ghost)
+        kvt_arc_add(a, m->print, m->ghost - 1);
+}
+
+static unsigned kvt_arc_victim(void *self, const kvt_lists *l, uint64_t c, const kvt_miss *m)
+{
+    kvt_arc_state *a = self;
+    (void)c;
+    double t1 = (double)kvt_class_count(l, 0);
+    /* REPLACE(x, p) */
+    return t1 >= 1 && (t1 > a->p || (m && m->ghost == 2 && t1 == a->p)) ? 0 : 1;
+}
+
+static void kvt_arc_evicted(void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
+                            unsigned cls, const kvt_miss *m)
+{
+    kvt_arc_state *a = self;
+    uint64_t print[2], going[2] = {cls == 0, cls == 1};
+    /* Case IV (i), |T1| = c: its LRU page leaves without a ghost. */
+    if (m && !m->ghost && cls == 0 && kvt_class_count(l, 0) == c)
+        return;
+    kvt_arc_print(k, print);
+    kvt_arc_add(a, print, (int)cls);
+    /* In a reserve the insertion that follows trims, as the figure does. */
+    if (!m)
+        kvt_arc_trim(a, l, c, going);
+}
+
+static unsigned kvt_arc_place(void *self, const kvt_miss *m)
+{
+    (void)self;
+    return m->ghost ? 1 : 0;
+}
+
+static void kvt_arc_placed(void *self, const kvt_lists *l, uint64_t c)
+{
+    const uint64_t going[2] = {0, 0};
+    kvt_arc_trim(self, l, c, going);
+}
+
+static unsigned kvt_arc_reused(void *self, unsigned cls)
+{
+    (void)self; (void)cls;
+    return 1;
+}
+
+static uint64_t kvt_arc_ghosts(const void *self, int which)
+{
+    return ((const kvt_arc_state *)self)->count[which - 1];
+}
+
+static double kvt_arc_parameter(const void *self) { return ((const kvt_arc_state *)self)->p; }
+
+static int kvt_arc_check(const void *self, const kvt_lists *l, uint64_t c)
+{
+    const kvt_arc_state *a = self;
+    uint64_t t1 = kvt_class_count(l, 0), t2 = kvt_class_count(l, 1), seen = 0;
+    if (a->p < 0 || a->p > (double)c || a->count[0] + a->count[1] > c ||
+        (a->count[0] && t1 + a->count[0] > c) || t1 + t2 + a->count[0] + a->count[1] > 2 * c)
+        return 1;
+    for (int b = 0; b < 2; b++) {
+        uint64_t n = 0;
+        for (uint32_t g = a->head[b]; g != KVT_NIL; g = a->ghost[g].next, n++) {
+            uint64_t print[2] = {a->ghost[g].print[0], a->ghost[g].print[1] & ~1ULL};
+            if ((int)(a->ghost[g].print[1] & 1) != b || kvt_arc_find(a, print) != g || n > c)
+                return 2;
+        }
+        if (n != a->count[b])
+            return 3;
+    }
+    for (uint64_t i = 0; i < a->size; i++)
+        seen += a->table[i] != 0;
+    return seen == a->count[0] + a->count[1] ? 0 : 4;
+}
+
+static const kvt_policy kvt_arc = {
+    "arc", sizeof(kvt_ghost) + 2 * sizeof(uint64_t), kvt_arc_create, kvt_arc_destroy,
+    kvt_arc_clear, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
+    kvt_arc_place, kvt_arc_placed, kvt_arc_reused, kvt_arc_ghosts, kvt_arc_parameter,
+    kvt_arc_check,
+};
+
+#endif
