@@ -2,13 +2,22 @@
 """Copies between accelerator pages and canonical pages, and CRC-32C."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
+from kvtier._core.runs import Run
+
 def crc32c(data: Buffer, value: int = 0) -> int:
     """CRC-32C (Castagnoli) of `data`, continued from `value`. Releases the GIL above 4 KiB."""
+
+def crc32c_tables(data: Buffer, value: int = 0) -> int:
+    """The same by tables: what runs on processors without the instruction."""
+
+CRC32C_HARDWARE: bool
+"""Whether ``crc32c`` uses the processor's instruction."""
 
 def crc32c_address(
     addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]
@@ -36,6 +45,8 @@ class PagePlan:
     num_writers, writer_index : int
         Ranks that hold the same bytes take turns: this rank writes canonical page `i` only when
         ``i % num_writers == writer_index``.
+    owner : object, optional
+        Whatever keeps the accelerator's memory mapped; held as long as the plan.
 
     Raises
     ------
@@ -43,6 +54,17 @@ class PagePlan:
         If a fragment leaves its page, if fragments overlap on either side, or if the runs do not
         cover the local page.
     """
+
+    base: int
+    block_stride: int
+    num_blocks: int
+    local_bytes: int
+    block_offset: int
+    canonical_bytes: int
+    runs: tuple[Run, ...]
+    num_writers: int
+    writer_index: int
+    owner: Any
 
     def __init__(
         self,
@@ -55,22 +77,47 @@ class PagePlan:
         runs: Sequence[tuple[int, int, int, int, int, int]],
         num_writers: int = 1,
         writer_index: int = 0,
+        owner: Any = None,
     ) -> None: ...
 
 class CopyPlan:
     """The page plans of one KV cache group, compiled for batches of blocks.
 
+    Every call checks its whole batch, copies the indices it was given, and only then moves bytes
+    (GIL released); what it then does cannot fail. No batch may write one target twice.
+
     Parameters
     ----------
     pages : sequence of PagePlan
+        Several may share a canonical page (K and V in tensors of their own), with fragments apart.
     block_bytes : int
         Canonical bytes of one block.
+    region : (address of slot 0, slot bytes, number of slots), optional
+        Canonical blocks must lie in it, at a multiple of `block_bytes` in their slot. Without it
+        the caller answers for the addresses.
+    owner : object, optional
+        Whatever keeps the region mapped.
+
+    Raises
+    ------
+    ValueError
+        If canonical pages leave the block or overlap, or layers share accelerator memory.
     """
 
     block_bytes: int
     local_bytes: int
     """Bytes one block moves on this rank."""
-    def __init__(self, pages: Sequence[PagePlan], block_bytes: int) -> None: ...
+    num_blocks: int
+    """Accelerator blocks: the fewest over the layers."""
+    plans: tuple[PagePlan, ...]
+    owner: Any
+    def __init__(
+        self,
+        pages: Sequence[PagePlan],
+        block_bytes: int,
+        region: tuple[int, int, int] | None = None,
+        owner: Any = None,
+    ) -> None: ...
     def store(
         self,
         block_ids: npt.NDArray[np.int64],
@@ -79,7 +126,7 @@ class CopyPlan:
         start: int = 0,
         stop: int | None = None,
     ) -> int:
-        """Copy blocks into canonical blocks: bytes moved. GIL released, every index checked first.
+        """Copy blocks into canonical blocks: bytes moved by this rank.
 
         Parameters
         ----------
@@ -91,6 +138,13 @@ class CopyPlan:
             Number of each canonical block, the same on all ranks (``slot * blocks_per_chunk + i``).
         start, stop : int
             Part of the batch, so that a pool can share it.
+
+        Raises
+        ------
+        IndexError
+            A block id, address or page id out of range; nothing was written.
+        ValueError
+            Arrays of different lengths or types, or one canonical block twice.
         """
     def load(
         self,
@@ -99,4 +153,18 @@ class CopyPlan:
         start: int = 0,
         stop: int | None = None,
     ) -> int:
-        """Copy canonical blocks into accelerator blocks: bytes moved."""
+        """Copy canonical blocks into accelerator blocks: bytes moved. Raises as ``store``."""
+    def zero(
+        self, canonical: npt.NDArray[np.uint64], page_ids: npt.NDArray[np.int64]
+    ) -> int:
+        """Zero this rank's part of canonical blocks it was not given: bytes zeroed.
+
+        When all ranks have done so, the blocks are zero everywhere. Raises as ``store``.
+        """
+    def check(
+        self,
+        block_ids: npt.NDArray[np.int64],
+        canonical: npt.NDArray[np.uint64],
+        page_ids: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Raise what ``store`` (with page ids) or ``load`` (without) would, and move nothing."""
