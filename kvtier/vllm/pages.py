@@ -17,25 +17,33 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+    from kvtier.host.region import Region
+
 
 class WorkerPages:
-    """What one worker knows of the chunks: shapes, its own copy plans, and portability.
-
-    `plans` hold raw addresses of the accelerator tensors; `caches` keeps those alive.
-    """
+    """What one worker knows of the chunks: shapes, its own pages, and portability."""
 
     def __init__(
         self,
         caches: CanonicalKVCaches,
         groups: tuple[GroupGeometry, ...],
-        plans: tuple[CopyPlan, ...],
+        page_plans: tuple[list[PagePlan], ...],
         portable: bool,
     ) -> None:
         self.caches = caches
         self.groups = groups
-        self.plans = plans
         self.portable = portable
         """Whether the bytes of every page are the same under any tensor-parallel size."""
+        self._page_plans = page_plans
+
+    def compile(self, region: Region) -> tuple[CopyPlan, ...]:
+        """Copy plans of each group; they refuse addresses outside the slots of `region`."""
+        geometry = region.geometry
+        slots = (region.base_address, geometry.slot_bytes, geometry.num_slots)
+        return tuple(
+            CopyPlan(pages, group.block_bytes, region=slots, owner=region)
+            for pages, group in zip(self._page_plans, self.groups, strict=True)
+        )
 
 
 def _runs(
@@ -127,6 +135,7 @@ def build_pages(
                     runs=runs,
                     num_writers=writers,
                     writer_index=index,
+                    owner=tensor,
                 )
             )
             pages.append(PageGeometry(layer=name, offset_bytes=offset, size_bytes=size))
@@ -140,5 +149,5 @@ def build_pages(
                 window_chunks=window,
             )
         )
-        plans.append(CopyPlan(page_plans, offset))
+        plans.append(page_plans)
     return WorkerPages(caches, tuple(groups), tuple(plans), portable)

@@ -105,6 +105,7 @@ class TransferWorker(OffloadingWorker):
                 )
         self.region = region
         self.pages = pages
+        self.plans = pages.compile(region)
         self.rank = rank
         self.stored_chunks = 0
         self.loaded_chunks = 0
@@ -215,9 +216,12 @@ class TransferWorker(OffloadingWorker):
                 yield group, slots, part, blocks.block_indices[group]
 
     def _zero(self, group: int, chunk: Chunk) -> None:
-        """Leave no old bytes in a slot that this job cannot fill."""
-        length = self.pages.groups[group].payload_bytes
-        np.frombuffer(self.region.slot_view(chunk.slot, length), dtype=np.uint8)[:] = 0
+        """Leave no old bytes in a slot that this job cannot fill; each rank does its own part."""
+        geometry = self.pages.groups[group]
+        blocks = np.arange(geometry.blocks_per_chunk, dtype=np.int64)
+        start = self.region.slot_address(chunk.slot)
+        addresses = np.uint64(start) + blocks.astype(np.uint64) * np.uint64(geometry.block_bytes)
+        self.plans[group].zero(addresses, chunk.slot * geometry.blocks_per_chunk + blocks)
 
     def _start(self, job: _Job, work: Sequence[tuple[int, list[Chunk]]]) -> None:
         parts = []
@@ -256,7 +260,7 @@ class TransferWorker(OffloadingWorker):
             # Block 0 is vLLM's null block: it stands for a place that nothing reads.
             real = block_ids != 0
             block_ids, canonical, page_ids = block_ids[real], canonical[real], page_ids[real]
-        per_part = max(1, PART_BYTES // self.pages.plans[group].local_bytes)
+        per_part = max(1, PART_BYTES // self.plans[group].local_bytes)
         per_part = max(per_part, -(-len(block_ids) // self._num_threads))
         return [
             (
@@ -280,7 +284,7 @@ class TransferWorker(OffloadingWorker):
     ) -> None:
         moved = 0
         error: BaseException | None = None
-        plan = self.pages.plans[group]
+        plan = self.plans[group]
         try:
             if job.is_load:
                 moved = plan.load(block_ids, canonical)

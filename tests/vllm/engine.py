@@ -141,7 +141,7 @@ class Host:
             "num_gpu_blocks_override": blocks,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
-            "max_model_len": 4864,
+            "max_model_len": 3456,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 8192,
             "seed": 0,

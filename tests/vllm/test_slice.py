@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of a real vLLM engine come back from host memory byte for byte.
 
-The prompt's prefix is compared with a control whose prefix never left the accelerator, at the same
-number of cached tokens: prefill in one piece and prefill after a prefix differ in the last digits
-without any offloading.
+The answer is compared with a control whose prefix never left the accelerator, was written by the
+same prefill, and has the same number of cached tokens: prefill in one piece and prefill after a
+prefix differ in the last digits without any offloading, and so do prefills of different lengths.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from tests.vllm.engine import Engine, EngineError
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BLOCK_TOKENS = 128
-DEVICE_BLOCKS = 40
-HOST_BYTES = 64 << 20
-PROMPT_TOKENS = 4000
+DEVICE_BLOCKS = 28
+HOST_BYTES = 20 << 20
+PROMPT_TOKENS = 2600
 FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+"""A multiple of the blocks of a chunk, so that accelerator and host hold the same prefix."""
+FILLER_TOKENS = 3200
+"""Two prompts of this length push everything else off the accelerator."""
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -48,7 +51,6 @@ class Served:
         self.tp = tp
         self.blocks_per_chunk = blocks_per_chunk
         self.chunks = FULL_BLOCKS // blocks_per_chunk
-        self.blocks = self.chunks * blocks_per_chunk
         self.prompt = prompt(1)
         self.control: dict[str, Any] = {}
 
@@ -69,13 +71,19 @@ class Served:
         """Empty the accelerator's prefix cache; host memory stays."""
         assert self.engine.call("reset")
 
+    def push_out(self, *seeds: int) -> None:
+        """Fill the accelerator's cache with other prompts."""
+        for seed in seeds:
+            self.run(prompt(seed, FILLER_TOKENS))
+
     def take_control(self) -> None:
-        """Answer with the prefix in the accelerator's cache and nothing in host memory."""
-        cached = self.blocks * BLOCK_TOKENS
-        self.run(self.prompt[: cached + 1])
+        """Answer with the prefix in the accelerator's cache."""
+        self.run(self.prompt)
         self.control = self.run(self.prompt)
-        assert self.control["cached"] == cached
+        assert self.control["cached"] == FULL_BLOCKS * BLOCK_TOKENS
         assert self.loaded() == [0] * self.tp
+        # The control's blocks would look like those of the first test.
+        self.push_out(2, 3)
         assert self.engine.call("reset", connector=True)
 
 
@@ -151,15 +159,14 @@ def test_a_prefix_pushed_out_comes_back_exactly(served: Served) -> None:
     ]
     assert [len(blocks) for blocks in written] == [FULL_BLOCKS + 1] * served.tp
 
-    for seed in (101, 102):
-        served.run(prompt(seed, 4600))
+    served.push_out(4, 5)
     pushed_out = served.ranks("kvt_digests", 0)
     for digests, blocks in zip(pushed_out, written, strict=True):
         assert blocks.isdisjoint(digests)
 
     loaded = served.loaded()
     again = served.run(served.prompt)
-    assert again["cached"] == served.blocks * BLOCK_TOKENS
+    assert again["cached"] == FULL_BLOCKS * BLOCK_TOKENS
     assert [new - old for new, old in zip(served.loaded(), loaded, strict=True)] == [
         served.chunks
     ] * served.tp
@@ -168,8 +175,8 @@ def test_a_prefix_pushed_out_comes_back_exactly(served: Served) -> None:
     for rank, digests in enumerate(served.ranks("kvt_digests", 0)):
         back = written[rank].intersection(digests)
         # The full blocks that were reloaded; recomputed ones may differ in the last digits.
-        assert len(back.intersection(host[rank])) == served.blocks
-        assert len(written[rank].intersection(host[rank])) == served.blocks
+        assert len(back.intersection(host[rank])) == FULL_BLOCKS
+        assert len(written[rank].intersection(host[rank])) == FULL_BLOCKS
 
 
 def test_a_load_may_start_inside_a_chunk(served: Served) -> None:
@@ -183,14 +190,14 @@ def test_a_load_may_start_inside_a_chunk(served: Served) -> None:
         first
     ] * served.tp
     again = served.run(served.prompt)
-    assert again["cached"] == served.blocks * BLOCK_TOKENS
+    assert again["cached"] == FULL_BLOCKS * BLOCK_TOKENS
     rest = served.chunks - first
     assert [new - old for new, old in zip(served.loaded(), loaded, strict=True)] == [
         first + rest
     ] * served.tp
     host = served.ranks("kvt_host_digests")
     for rank, digests in enumerate(served.ranks("kvt_digests", 0)):
-        assert len(set(digests).intersection(host[rank])) >= served.blocks - 2
+        assert len(set(digests).intersection(host[rank])) >= FULL_BLOCKS - 2
 
 
 @pytest.mark.parametrize("kind", ["flip", "heads", "layers"])
@@ -224,13 +231,13 @@ def test_reset_of_the_connector_forgets_host_memory(served: Served) -> None:
 def test_more_prompts_than_host_memory_holds(served: Served) -> None:
     slots = served.ranks("kvt_state")[0]["num_slots"]
     stored = served.ranks("kvt_state")[0]["stored_chunks"]
-    for seed in range(200, 200 + slots // served.chunks + 2):
+    for seed in range(200, 200 + slots // served.chunks + 1):
         served.run(prompt(seed))
     assert served.ranks("kvt_state")[0]["stored_chunks"] - stored > slots
     loaded = served.loaded()
     # The newest is there, the oldest is not.
     served.forget_device()
-    assert served.run(prompt(seed))["cached"] == served.blocks * BLOCK_TOKENS
+    assert served.run(prompt(seed))["cached"] == FULL_BLOCKS * BLOCK_TOKENS
     assert served.loaded() != loaded
     served.forget_device()
     assert served.run(prompt(200))["cached"] == 0
