@@ -89,9 +89,7 @@ class Index:
         KeyError
             With the first key that is not READY; nothing stays pinned.
         """
-    def unpin(
-        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
-    ) -> None:
+    def unpin(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Give owner pins back. InternalError on a pin that was not held."""
     def touch(self, keys: Sequence[bytes]) -> None:
         """One access a request, in prefix order; applied suffix first, so that the tail goes first.
@@ -117,9 +115,7 @@ class Index:
     ) -> list[bool]:
         """Lent slots become READY under their keys; False where the key was already there (the slot
         is then FREE again)."""
-    def give_back(
-        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
-    ) -> None:
+    def give_back(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Lent slots become FREE again, unused."""
     def keep_free(self, n: int, limit: int = 64) -> tuple[list[bytes], list[bytes]]:
         """Evict at most `limit` chunks until `n` slots are free: (evicted, its unsaved part)."""
@@ -137,9 +133,7 @@ class Index:
         orphans: no key finds them, and they stay out of use until they are released. Returns the
         keys that were READY, and slots and generations of the orphans.
         """
-    def release(
-        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
-    ) -> int:
+    def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:
         """Free orphans in WRITING whose writer has ended. Returns how many."""
     def reap(self) -> int:
         """Free orphans whose pins are all back. Called once a step; O(orphans)."""
