@@ -47,8 +47,7 @@ kvtier_copy_init()
 
 cdef Py_ssize_t GIL_BYTES = 4096  # below this, giving the GIL back costs more than the work
 cdef int64_t MAX_ADDRESS = _runs.MAX_ADDRESS  # sums below it never overflow
-# Batches above this do not fit the caches anyway: their stores go past them.
-cdef int64_t STREAM_BYTES = 4 << 20
+STREAM_BYTES = 8 << 20
 
 CRC32C_HARDWARE = bool(kvtier_crc_has_instruction())
 
@@ -81,22 +80,20 @@ cdef uint32_t _crc(uint32_t value, const void *data, size_t n, bint tables) noex
     return kvtier_crc32c_tables(value, data, n) if tables else kvtier_crc32c(value, data, n)
 
 
-def crc32c_address(addresses, lengths):
+def crc32c_address(const uint64_t[::1] addresses not None, const int64_t[::1] lengths not None):
     """CRC-32C of each memory range; GIL released for the whole batch. The caller pins them."""
-    cdef const uint64_t[::1] where = addresses
-    cdef const int64_t[::1] sizes = lengths
-    cdef Py_ssize_t n = where.shape[0]
+    cdef Py_ssize_t n = addresses.shape[0]
     cdef Py_ssize_t i
-    if sizes.shape[0] != n:
-        raise ValueError(f"{n} addresses, but {sizes.shape[0]} lengths")
+    if lengths.shape[0] != n:
+        raise ValueError(f"{n} addresses, but {lengths.shape[0]} lengths")
     result = np.empty(n, dtype=np.uint32)
     cdef uint32_t[::1] out = result
     for i in range(n):
-        if sizes[i] < 0 or (where[i] == 0 and sizes[i]):
-            raise ValueError(f"range {i}: {sizes[i]} bytes at address {where[i]}")
+        if lengths[i] < 0 or (addresses[i] == 0 and lengths[i]):
+            raise ValueError(f"range {i}: {lengths[i]} bytes at address {addresses[i]}")
     with nogil:
         for i in range(n):
-            out[i] = kvtier_crc32c(0, <const void *><uintptr_t>where[i], <size_t>sizes[i])
+            out[i] = kvtier_crc32c(0, <const void *><uintptr_t>addresses[i], <size_t>lengths[i])
     return result
 
 
@@ -192,12 +189,13 @@ cdef class CopyPlan:
     cdef readonly int64_t block_bytes  # canonical bytes of one block
     cdef readonly int64_t local_bytes  # bytes one block moves on this rank
     cdef readonly int64_t num_blocks  # the fewest over the layers
+    cdef readonly int64_t stream_bytes  # batches from here on are written past the caches
     cdef int64_t region_base, slot_bytes, num_slots  # addresses that are allowed; 0 slots: any
 
     def __cinit__(self):
         self.pages = NULL
 
-    def __init__(self, pages, block_bytes, region=None, owner=None):
+    def __init__(self, pages, block_bytes, region=None, owner=None, stream_bytes=STREAM_BYTES):
         if self.pages != NULL:
             raise ValueError("a plan is made once")
         self.plans = tuple(pages)
@@ -208,6 +206,7 @@ cdef class CopyPlan:
                 raise TypeError(f"not a PagePlan: {plan!r}")
         self.block_bytes = block_bytes
         self.owner = owner
+        self.stream_bytes = stream_bytes
         self._set_region(region)
         _runs.prove_pages(self.plans, block_bytes)
         self.num_blocks = min(plan.num_blocks for plan in self.plans)
@@ -235,34 +234,58 @@ cdef class CopyPlan:
         self.region_base, self.slot_bytes, self.num_slots = base, slot_bytes, num_slots
         return 0
 
-    def store(self, block_ids, canonical, page_ids, start=0, stop=None):
+    def store(
+        self,
+        const int64_t[::1] block_ids not None,
+        const uint64_t[::1] canonical not None,
+        const int64_t[::1] page_ids not None,
+        int64_t start=0,
+        stop=None,
+    ):
         """Copy blocks into canonical blocks: bytes moved by this rank."""
         return self._run(KVTIER_STORE, block_ids, canonical, page_ids, start, stop)
 
-    def load(self, block_ids, canonical, start=0, stop=None):
+    def load(
+        self,
+        const int64_t[::1] block_ids not None,
+        const uint64_t[::1] canonical not None,
+        int64_t start=0,
+        stop=None,
+    ):
         """Copy canonical blocks into accelerator blocks: bytes moved."""
         return self._run(KVTIER_LOAD, block_ids, canonical, None, start, stop)
 
-    def zero(self, canonical, page_ids):
+    def zero(
+        self, const uint64_t[::1] canonical not None, const int64_t[::1] page_ids not None
+    ):
         """Zero this rank's part of canonical blocks that it was not given: bytes zeroed."""
         return self._run(KVTIER_ZERO, None, canonical, page_ids, 0, None)
 
-    def check(self, block_ids, canonical, page_ids=None):
+    def check(
+        self,
+        const int64_t[::1] block_ids not None,
+        const uint64_t[::1] canonical not None,
+        const int64_t[::1] page_ids=None,
+    ):
         """Check a whole batch without moving a byte, as ``store`` and ``load`` do."""
         cdef int what = KVTIER_LOAD if page_ids is None else KVTIER_STORE
         free(self._checked(what, block_ids, canonical, page_ids))
 
     cdef object _run(
-        self, int what, object block_ids, object canonical, object page_ids, start, stop
+        self,
+        int what,
+        const int64_t[::1] block_ids,
+        const uint64_t[::1] canonical,
+        const int64_t[::1] page_ids,
+        int64_t first,
+        object stop,
     ):
-        cdef const uint64_t[::1] where = canonical
-        cdef int64_t n = where.shape[0]
-        cdef int64_t first = start
+        cdef int64_t n = canonical.shape[0]
         cdef int64_t last = n if stop is None else stop
         if not 0 <= first <= last <= n:
             raise ValueError(f"part [{first}, {last}) of a batch of {n} blocks")
-        cdef kvtier_job *jobs = self._checked(what, block_ids, where, page_ids)
-        cdef int stream = n * self.local_bytes >= STREAM_BYTES
+        cdef kvtier_job *jobs = self._checked(what, block_ids, canonical, page_ids)
+        cdef int stream = n * self.local_bytes >= self.stream_bytes
         cdef int64_t moved
         with nogil:
             moved = kvtier_copy_blocks(
@@ -272,20 +295,18 @@ cdef class CopyPlan:
         return moved
 
     cdef kvtier_job *_checked(
-        self, int what, object block_ids, const uint64_t[::1] canonical, object page_ids
+        self,
+        int what,
+        const int64_t[::1] blocks,
+        const uint64_t[::1] canonical,
+        const int64_t[::1] ids,
     ) except NULL:
         """The batch as the kernel reads it: a private copy, so that what was checked stays so."""
         cdef int64_t n = canonical.shape[0]
-        cdef const int64_t[::1] blocks = None
-        cdef const int64_t[::1] ids = None
-        if what != KVTIER_ZERO:
-            blocks = block_ids
-            if blocks.shape[0] != n:
-                raise ValueError(f"{blocks.shape[0]} block ids for {n} canonical addresses")
-        if what != KVTIER_LOAD:
-            ids = page_ids
-            if ids.shape[0] != n:
-                raise ValueError(f"{ids.shape[0]} page ids for {n} canonical addresses")
+        if blocks is not None and blocks.shape[0] != n:
+            raise ValueError(f"{blocks.shape[0]} block ids for {n} canonical addresses")
+        if ids is not None and ids.shape[0] != n:
+            raise ValueError(f"{ids.shape[0]} page ids for {n} canonical addresses")
         cdef kvtier_job *jobs = <kvtier_job *>malloc((n + 1) * sizeof(kvtier_job))
         cdef uint64_t *targets = <uint64_t *>malloc((n + 1) * sizeof(uint64_t))
         cdef int64_t i, bad
