@@ -142,9 +142,7 @@ class TransferWorker(OffloadingWorker):
         self._start(job, work)
         return True
 
-    def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
-    ) -> bool:
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Start copying slots into accelerator blocks; returns at once."""
         assert isinstance(src_spec, SlotTransfer)
         job = _Job(job_id, True, src_spec)
@@ -312,4 +310,3 @@ class TransferWorker(OffloadingWorker):
         del self._running[job.job_id]
         self._finished.append(job)
         self._changed.notify_all()
-

@@ -40,9 +40,7 @@ class Probe:
             "block_bytes": [group.block_bytes for group in geometry.groups],
             "windows": [group.window_chunks for group in geometry.groups],
             "portable": worker.pages.portable,
-            "copy_cpus": sorted(
-                worker._pool.submit(os.sched_getaffinity, 0).result(timeout=10)
-            ),
+            "copy_cpus": sorted(worker._pool.submit(os.sched_getaffinity, 0).result(timeout=10)),
             "main_cpus": sorted(os.sched_getaffinity(0)),
         }
 
@@ -95,14 +93,11 @@ class Probe:
             return 0
         (group,) = region.geometry.groups
         for slot in range(region.available_slots):
-            payload = np.frombuffer(
-                region.slot_view(slot, group.payload_bytes), dtype=np.uint8
-            )
+            payload = np.frombuffer(region.slot_view(slot, group.payload_bytes), dtype=np.uint8)
             for block in range(group.blocks_per_chunk):
                 start = block * group.block_bytes
                 pages = [
-                    payload[start + page.offset_bytes :][: page.size_bytes]
-                    for page in group.pages
+                    payload[start + page.offset_bytes :][: page.size_bytes] for page in group.pages
                 ]
                 if kind == "flip":
                     # The top exponent bit of one bfloat16: a big change of one value.

@@ -89,12 +89,12 @@ class Served:
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Whether two answers are the same to four digits."""
-    return (
-        left["tokens"] == right["tokens"] and abs(left["logprob"] - right["logprob"]) < 5e-5
-    )
+    return left["tokens"] == right["tokens"] and abs(left["logprob"] - right["logprob"]) < 5e-5
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (1, 4), (2, 1), (2, 4)], ids=lambda p: f"tp{p[0]}-bpc{p[1]}")
+@pytest.fixture(
+    scope="module", params=[(1, 1), (1, 4), (2, 1), (2, 4)], ids=lambda p: f"tp{p[0]}-bpc{p[1]}"
+)
 def served(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
