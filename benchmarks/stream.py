@@ -3,7 +3,7 @@
 
 The stream is the same for both: in every step one long prompt arrives whose prefix is in host
 memory, one whose chunks a file tier holds (in a quiet run: host memory), and one that nobody has.
-Each runs for eight steps and stores a chunk of its answer in every other one. `KVTier` and `Peer`
+Each runs for eight steps and stores a few chunks of its answer half-way through. `KVTier` and `Peer`
 own what they drive until ``close``. Only the calls of the system are timed.
 """
 
@@ -28,7 +28,7 @@ LIFE_STEPS = 8
 HOT_PREFIXES, HOT_CHUNKS = 2, 384
 TIER_PREFIXES, TIER_CHUNKS = 96, 16
 COLD_CHUNKS = 16
-ANSWER_CHUNKS = LIFE_STEPS // 2
+ANSWER_CHUNKS = 4
 MAX_WAITING = 4
 """Requests that may wait for the file tier at the same time; no further one arrives meanwhile."""
 BLOCK_TOKENS = 16
@@ -166,7 +166,7 @@ class KVTier(System):
 
     def step(self, new: list[Job]) -> float:
         for job in new:
-            if job.kind == "tier" and len(self.waiting) >= MAX_WAITING:
+            if job.kind != "host" and len(self.waiting) >= MAX_WAITING:
                 continue
             self.number += 1
             job.context = self.context(self.number, job)
@@ -205,8 +205,8 @@ class KVTier(System):
             running.append(job)
         for job in running:
             job.left -= 1
-            if job.left % 2 and job.answer:
-                reservation = engine.reserve([job.answer.pop()], job.context)
+            if job.left == LIFE_STEPS // 2:
+                reservation = engine.reserve(job.answer, job.context)
                 job.writing = job.writing + reservation.keys
                 self.reserved.append(reservation)
         engine.end_step()
@@ -348,8 +348,8 @@ class Peer(System):
             running.append(job)
         for job in running:
             job.left -= 1
-            if job.left % 2 and job.answer:
-                output = manager.prepare_store([job.answer.pop()], job.context)
+            if job.left == LIFE_STEPS // 2:
+                output = manager.prepare_store(job.answer, job.context)
                 if output is not None:
                     job.writing.append(output.keys_to_store)
         manager.on_schedule_end(self.end([job.context.req_id for job in new], ()))

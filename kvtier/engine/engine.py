@@ -292,17 +292,9 @@ class Engine:
         request = self._planner.request(context)
         if ready:
             self._planner.hit(keys[:ready], request)
-        answer = Lookup.MISS
-        for i in range(ready, len(keys)):
-            if states[i] == READY:
-                self._planner.hit((keys[i],), request)
-                continue
-            one = self._planner.absent(keys[i], states[i], request, self._now)
-            if one is Lookup.MISS:
-                break
-            if answer is Lookup.MISS:
-                answer = one
-        return ready, answer
+        if ready == len(keys):
+            return ready, Lookup.MISS
+        return ready, self._planner.absent_batch(keys, states, ready, request, self._now)
 
     def holds(self, key: bytes) -> bool:
         """Whether host memory has the chunk, or is just getting it. Asks no tier."""
