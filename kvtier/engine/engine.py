@@ -48,6 +48,7 @@ RESTART_SECONDS = 0.5
 MAX_RESTART_SECONDS = 30.0
 
 READY = 2
+_HIT = Lookup.HIT
 
 _samples = msgspec.msgpack.Decoder(list[Sample])
 _events = msgspec.msgpack.Decoder(list[Event])
@@ -275,11 +276,18 @@ class Engine:
         if not self._polled:
             self.poll()
         state = self._lookup(key)
-        request = self._planner.request(context)
+        planner = self._planner
+        # One call less for each key of a prompt: model servers ask key by key.
+        request = planner.requests.get(context.request_id)
+        if request is None:
+            request = planner.request(context)
         if state == READY:
-            self._planner.hit((key,), request)
-            return Lookup.HIT
-        return self._planner.absent(key, state, request, self._now)
+            if request.hits:
+                request.hits.append(key)
+            else:
+                planner.hit((key,), request)
+            return _HIT
+        return planner.absent(key, state, request, self._now)
 
     def lookup_batch(self, keys: Sequence[bytes], context: RequestContext) -> tuple[int, Lookup]:
         """Length of the prefix of `keys` that can be loaded now, and the answer for what follows.
@@ -350,7 +358,7 @@ class Engine:
         """
         pinned = self._index.pin(keys)
         request = self._planner.request(context)
-        request.used.update(dict.fromkeys(keys))
+        request.use(keys)
         self._planner.release(request, keys)
         return pinned
 

@@ -321,7 +321,7 @@ class Planner:
         """Slots for new chunks of a request."""
         reservation = self.index.reserve(keys)
         self.evicted(reservation.evicted, reservation.evicted_unsaved)
-        request.used.update(dict.fromkeys(keys))
+        request.use(keys)
         if self._thresholds:
             self._offer(keys, request)
         return reservation
