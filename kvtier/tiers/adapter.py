@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from kvtier._core.layout import crc32c
 from kvtier.config import COMMON_KEYS, TierConfig
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
 from kvtier.options import decode_options, join, unknown_key
-from kvtier.tiers.base import Slot, Tier, TierContext, TierEnv
+from kvtier.tiers.base import OptionsType, Slot, Tier, TierContext, TierEnv
 from kvtier.tiers.caller import Caller, wait_out
 from kvtier.tiers.secondary import JobMetadata, JobResult, LookupResult, SecondaryTierManager
 from kvtier.types import GROUP_BYTES, Outcome, Presence
@@ -68,6 +68,8 @@ PRESENCE: Mapping[str, Presence] = {
     "RETRY": Presence.PENDING,
     "MISS": Presence.ABSENT,
 }
+
+AnyClass: TypeAlias = type[Any]
 
 VLLM_BASE = "vllm.v1.kv_offload.base"
 VLLM_TIERING_BASE = "vllm.v1.kv_offload.tiering.base"
@@ -177,8 +179,8 @@ class AdaptedTier(Tier):
     """
 
     type: ClassVar[str] = "adapted"
-    options_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
-    adapted: ClassVar[type[Any]]
+    options_type: ClassVar[OptionsType] = msgspec.Struct
+    adapted: ClassVar[AnyClass]
 
     def __init__(self, name: str, config: TierConfig, env: TierEnv) -> None:
         super().__init__(name, config.options, env)
@@ -361,7 +363,7 @@ class AdaptedTier(Tier):
         for name in names:
             answer = self._manager.lookup(name, context)
             # By name: the class may use vLLM's enum or kvtier's.
-            word = getattr(answer, "name", None)
+            word: Any = getattr(answer, "name", None)
             if word not in PRESENCE:
                 raise InternalError(
                     f"{self.adapted.__name__}.lookup returned {answer!r}, no LookupResult"
@@ -532,7 +534,7 @@ class AdaptedTier(Tier):
             self._complain("get_finished_jobs", f"raised {error!r}")
             return
         for result in future.result():
-            job_id = getattr(result, "job_id", None)
+            job_id: Any = getattr(result, "job_id", None)
             if not hasattr(result, "success") or self._jobs.get(job_id, result) is not None:
                 self._complain("get_finished_jobs", f"reported {result!r}, which is no job of its")
                 continue

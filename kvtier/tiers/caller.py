@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that makes blocking calls one after the other, for coroutines that wait for them.
 
-Owns the thread, from ``start`` to ``stop``. It is a daemon: foreign code that never returns must not
-keep the interpreter alive. Invariant: whoever waits for a call learns of its end, never before it.
+Owns the thread, from ``start`` to ``stop``. It is a daemon: foreign code that never returns must
+not keep the interpreter alive. Invariant: who waits for a call learns of its end, never before it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Caller:
             tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None
         ] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ended: asyncio.Future[None] | None = None
         self._stopped = False
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; on the loop that will wait for its calls."""
+        self._ended = asyncio.get_running_loop().create_future()
         self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
         self._thread.start()
 
@@ -71,11 +73,13 @@ class Caller:
         thread = self._thread
         if thread is None:
             return True
-        ended = self._calls.empty() and not thread.is_alive()
-        if not ended:
-            # A thread that has taken its last call ends at once.
-            await asyncio.get_running_loop().run_in_executor(None, thread.join, seconds)
-        return not thread.is_alive()
+        assert self._ended is not None
+        await asyncio.wait((self._ended,), timeout=seconds)
+        if not self._ended.done():
+            return False
+        # It has said so with its last breath.
+        thread.join()
+        return True
 
     def _main(self) -> None:
         while (one := self._calls.get()) is not None:
@@ -86,6 +90,8 @@ class Caller:
                 _tell(future, future.set_exception, exc)
             else:
                 _tell(future, future.set_result, result)
+        assert self._ended is not None
+        _tell(self._ended, self._ended.set_result, None)
 
 
 def _tell(future: asyncio.Future[Any], setter: Callable[[Any], None], value: Any) -> None:

@@ -103,7 +103,7 @@ def make_tier(config: TierConfig, env: TierEnv) -> Tier:
     if not issubclass(kind, Tier):
         tier: Tier = adapted_class(kind)(config.name, config, env)
     else:
-        options = decode_options(kind.options_type, config.options, f"tier {config.name}")
+        options: Any = decode_options(kind.options_type, config.options, f"tier {config.name}")
         tier = kind(config.name, options, env)
     if config.locality is not None:
         tier.locality = config.locality
