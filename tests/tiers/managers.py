@@ -88,14 +88,16 @@ class Duck:
     """Four methods, and no base class."""
 
     def __init__(self, view: memoryview, options: dict[str, Any]) -> None:
-        self.inner = DictionaryTier(view, DictionaryOptions())
-        self.options = options
-        self.lookup = self.inner.lookup
-        self.submit_store = self.inner.submit_store
-        self.submit_load = self.inner.submit_load
-        self.get_finished_jobs = self.inner.get_finished_jobs
+        self.inner = DictionaryTier(view, DictionaryOptions(**options))
 
-    def lookup(self, key: bytes, req_context: Any) -> Any: ...
-    def submit_store(self, job_metadata: Any) -> None: ...
-    def submit_load(self, job_metadata: Any) -> None: ...
-    def get_finished_jobs(self) -> Any: ...
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        return self.inner.lookup(key, req_context)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self.inner.submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self.inner.submit_load(job_metadata)
+
+    def get_finished_jobs(self) -> Any:
+        return self.inner.get_finished_jobs()

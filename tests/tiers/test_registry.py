@@ -61,7 +61,10 @@ def test_the_classes() -> None:
         (OWN | {"module_path": ".relative"}, ["cannot import", ".relative"]),
         (OWN | {"module_path": "tests.tiers.broken_module"}, ["ZeroDivisionError"]),
         ({"type": "example", "capacty_bytes": 5}, ["tiers[1].capacty_bytes", "'capacity_bytes'"]),
-        ({"type": "example", "timeout_second": 5}, ["tiers[1].timeout_second", "'timeout_seconds'"]),
+        (
+            {"type": "example", "timeout_second": 5},
+            ["tiers[1].timeout_second", "'timeout_seconds'"],
+        ),
         ({"type": "example", "capacity_bytes": "5XB"}, ["tiers[1].capacity_bytes", "5XB"]),
         ({"type": "example", "backpressure": {}}, ["tiers[1].backpressure", "defer or drop"]),
         (OWN | {"capacity_chunk": 5}, ["tiers[1].capacity_chunk", "'capacity_chunks'"]),
