@@ -70,10 +70,10 @@ class TierState:
         """Whether ``admits`` is True whatever the chunk."""
         return self.config.groups is None and not self.config.min_prefix_tokens
 
-    def admits(self, key: bytes, request: Request | None) -> bool:
-        """Whether the tier wants this chunk at all."""
+    def admits(self, key: bytes, group: int, request: Request | None) -> bool:
+        """Whether the tier wants this chunk, of that KV cache group, at all."""
         groups = self.config.groups
-        if groups is not None and key_group(key) not in groups:
+        if groups is not None and group not in groups:
             return False
         if self.config.min_prefix_tokens and request is not None:
             position = request.context.positions.get(key)
@@ -356,7 +356,8 @@ class Planner:
                 continue
             batches: dict[tuple[int, ...], list[bytes]] = {}
             for key in keys:
-                length = self._payload_bytes[key_group(key)]
+                group = key_group(key)
+                length = self._payload_bytes[group]
                 chosen = []
                 for i, tier in enumerate(self.tiers):
                     threshold = tier.config.store_threshold
@@ -365,7 +366,7 @@ class Planner:
                         continue
                     if threshold == 1 and self._thresholds and self._offers.get(key, 1) > 1:
                         continue
-                    if not tier.admits(key, request):
+                    if not tier.admits(key, group, request):
                         continue
                     if tier.backlog or not self._fits(tier, length):
                         self._put_off(tier, key)
@@ -377,6 +378,8 @@ class Planner:
             for tiers, batch in batches.items():
                 self._cascade(batch, list(tiers), request, now)
         for i, tier in enumerate(self.tiers):
+            if not tier.backlog:
+                continue
             batch = []
             while tier.backlog and tier.writable:
                 key = tier.backlog[0]
@@ -700,8 +703,10 @@ class Planner:
         self._touched.clear()
         self._expire(now)
         if self._cleared_to < 0 and not self.reset_pending:
-            self._flush_wants(now)
-            self._flush_finds(now)
+            if self._waiting:
+                self._flush_wants(now)
+            if self._asking:
+                self._flush_finds(now)
             self._flush_cascades(now)
         if self._config.promotion_slots:
             self.evicted(self.index.keep_free(self._config.promotion_slots), ())
