@@ -130,6 +130,7 @@ class Planner:
         self._emit = emit
         self._payload_bytes = geometry.payload_bytes
         self._windows = [group.window_chunks for group in geometry.groups]
+        self._has_windows = any(window is not None for window in self._windows)
         self._load_seconds = max((tier.config.load_seconds for tier in tiers), default=1.0)
         self._thresholds = any(tier.config.store_threshold > 1 for tier in tiers)
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
@@ -191,27 +192,38 @@ class Planner:
         answer = Lookup.MISS
         status = request.status
         waits = request.wait_until is not None and now < request.wait_until
+        ready: list[bytes] = []
         for i in range(start, len(keys)):
             key = keys[i]
-            if states[i] == READY:
-                self.hit((key,), request)
+            state = states[i]
+            if state == READY:
+                ready.append(key)
                 continue
-            known = status.get(key) if waits else None
-            if known == ASKED and not states[i]:
+            # The common cases of ``absent``, without a call for each key of a prompt that waits.
+            known = status.get(key) if waits else GONE
+            if known == ASKED and not state:
                 one = Lookup.RETRY
             elif known in (ASKED, COMING):
                 one = Lookup.HIT_PENDING
             else:
-                one = self.absent(key, states[i], request, now)
+                one = self.absent(key, state, request, now)
                 if one is Lookup.MISS:
                     break
+                waits = True
             if answer is Lookup.MISS:
                 answer = one
+        if ready:
+            self.hit(ready, request)
         return answer
 
     def _may_ask(self, key: bytes, request: Request) -> bool:
-        if not any(self.tiers[i].readable for i in request.tiers):
+        for i in request.tiers:
+            if self.tiers[i].readable:
+                break
+        else:
             return False
+        if not self._has_windows:
+            return True
         group = key_group(key)
         window = self._windows[group]
         if window is None:
@@ -472,10 +484,12 @@ class Planner:
         for request in asking.values():
             fresh, request.fresh = request.fresh, []
             tiers = [i for i in request.tiers if self.tiers[i].readable]
-            for windowed in (False, True):
-                keys = [
-                    key for key in fresh if (self._windows[key_group(key)] is not None) == windowed
-                ]
+            for windowed in (False, True) if self._has_windows else (False,):
+                keys = fresh
+                if self._has_windows:
+                    keys = [
+                        k for k in fresh if (self._windows[key_group(k)] is not None) == windowed
+                    ]
                 if not keys:
                     continue
                 if not tiers:
@@ -676,9 +690,9 @@ class Planner:
         if not record.stale:
             saved: list[bytes] = []
             for key, outcome in zip(record.keys, message.outcomes, strict=True):
-                if Outcome(outcome).ok:
+                if outcome <= Outcome.EXISTS:
                     saved.append(key)
-                elif Outcome(outcome) in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
+                elif outcome in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
                     # The tier did not take it; while host memory has it there may be a next time.
                     self._put_off(tier, key)
             self.index.mark_saved(saved)
