@@ -24,7 +24,6 @@ from kvtier._core.index import Index, Reservation
 from kvtier._core.slots import SlotTable
 from kvtier.config import Config
 from kvtier.engine.planner import Planner, TierState
-from kvtier.engine.requests import Request
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
 from kvtier.host.region import Region, sweep
 from kvtier.namespace import namespace_digest, new_epoch, with_epoch
