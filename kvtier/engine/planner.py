@@ -22,6 +22,7 @@ from kvtier.config import Config, TierConfig
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.transfers import CascadeRecord, FindRecord
 from kvtier.errors import InternalError
+from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.types import Geometry, Lookup, Outcome, RequestContext, TierMatch, key_group
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
-Emit = Callable[[str, Sequence[bytes], str | None, str | None], None]
+Emit = Callable[[Operation, Sequence[bytes], str | None, str | None], None]
 """``emit(operation, keys, source, destination)``."""
 
 
@@ -40,6 +41,7 @@ class TierState:
 
     __slots__ = (
         "backlog",
+        "cause",
         "bound_bytes",
         "config",
         "inflight_bytes",
@@ -57,6 +59,7 @@ class TierState:
         self.name = config.name
         self.medium = medium
         self.locality = locality
+        self.cause = ""
         self.readable = False
         self.writable = False
         self.inflight_bytes = 0
@@ -517,7 +520,7 @@ class Planner:
         state = self.tiers[tier]
         if state.readable and not readable:
             log.warning("tier %s is down: %s", state.name, cause)
-        state.readable, state.writable = readable, writable
+        state.readable, state.writable, state.cause = readable, writable, cause
         self._recorder.set("kvtier_tier_up", float(readable), (state.name,))
 
     def _found(self, message: m.Found, now: float) -> None:

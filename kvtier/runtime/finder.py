@@ -301,26 +301,25 @@ class FindJob:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""
         wake = self._tasks.start(self._wake.wait(), "wake")
         try:
-            done, _ = await asyncio.wait(
-                {wake, self._stop, *self._loads},
+            waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
+            await asyncio.wait(
+                waits,
                 timeout=max(0.0, self._message.deadline - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
             wake.cancel()
-        self._collect(done)
+        self._collect()
 
-    def _collect(self, done: set[asyncio.Future[Any]]) -> None:
-        for task in done & self._loads:
-            self._loads.discard(task)  # type: ignore[arg-type]  # it came from there
-            if not task.cancelled() and task.exception() is not None:
-                log.error("a load failed inside kvtier", exc_info=task.exception())
+    def _collect(self) -> None:
+        # A load that raised is logged by the task set; its keys are settled at the end.
+        self._loads = {task for task in self._loads if not task.done()}
 
     async def _end(self) -> None:
         # The lanes end their calls at the deadline or on stop, so this is short.
         if self._loads:
-            done, _ = await asyncio.wait(self._loads)
-            self._collect(done)
+            await asyncio.wait(self._loads)
+            self._collect()
         await self._tasks.aclose()
         cause = Outcome.CANCELLED if self._stop.done() else Outcome.TIMEOUT
         failed, outcomes, absent = [], [], []

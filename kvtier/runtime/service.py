@@ -108,7 +108,7 @@ class Memory:
         lengths = np.array([item.length for item in items], dtype=np.int64)
         loop = asyncio.get_running_loop()
         crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
-        return crcs.tolist()
+        return [int(crc) for crc in crcs]
 
     def close(self) -> None:
         """End the checksum threads."""

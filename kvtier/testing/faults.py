@@ -10,6 +10,7 @@ test holds them.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import threading
 import time
 import weakref
@@ -105,7 +106,7 @@ class ScriptedTier(Tier):
     """Chunks in the script's memory, with the faults it asks for."""
 
     type: ClassVar[str] = "scripted"
-    options_type: ClassVar[type[msgspec.Struct]] = ScriptedOptions
+    options_type: ClassVar[builtins.type[msgspec.Struct]] = ScriptedOptions
 
     @property
     def script(self) -> Script:
