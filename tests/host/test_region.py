@@ -414,6 +414,7 @@ def test_threads_create_at_once(region_dir: str) -> None:
         region.close()
 
 
+@pytest.mark.fault("H24")
 def test_attach_says_what_is_missing(region_dir: str) -> None:
     with pytest.raises(ConfigError, match="no rank has made it"):
         Region.attach("r", directory=region_dir, timeout_seconds=0.05)
