@@ -108,7 +108,7 @@ KVTIER_AVX2 static void kvtier_strided_avx2(char *dst, const char *src, size_t s
 #undef KVTIER_FIXED
     if (size % 64 == 0 && stream)
         kvtier_pieces(dst, src, size, count, dst_stride, src_stride, 1);
-    else if (size % 64 == 0 && size <= 4096)
+    else if (size % 64 == 0)
         kvtier_pieces(dst, src, size, count, dst_stride, src_stride, 0);
     else
         kvtier_strided_portable(dst, src, size, count, dst_stride, src_stride, 0);

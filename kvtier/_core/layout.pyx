@@ -132,6 +132,7 @@ cdef class PagePlan:
             raise ValueError(f"writer {writer_index} of {num_writers}")
         _runs.prove_runs(runs, local_bytes, canonical_bytes)
         loops = _runs.compile_runs(runs)
+        _runs.prove_loops(runs, loops)
         self.compiled = <kvtier_run *>malloc(len(loops) * sizeof(kvtier_run))
         if self.compiled == NULL:
             raise MemoryError
