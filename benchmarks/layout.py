@@ -7,6 +7,10 @@ The accelerator's side is anonymous memory, the region's side a shared mapping, 
 reference, timed in the same run, is libc's ``memcpy`` of the same number of bytes between the same
 two mappings, in one call (or one call for each of two threads). Both sides are larger than a core's
 share of the last-level cache.
+
+Limits found: one core that streams its stores fills the memory bus of a small machine, so that a
+second thread adds nothing there (two threads stay above memcpy on two). Asking for the first lines
+of the next page while this one is copied, and prefetch distances other than 2 KiB, changed nothing.
 """
 
 from __future__ import annotations
