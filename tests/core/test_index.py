@@ -87,9 +87,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        chunk, slot, generation = self.pinned.pop(
-            data.draw(st.integers(0, len(self.pinned) - 1))
-        )
+        chunk, slot, generation = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
         chunk.owner -= 1
         self.index.unpin(np.array([slot]), np.array([generation], np.uint32))
 

@@ -65,7 +65,12 @@ def test_a_slot_out_of_range_is_an_index_error(slot: int) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "error"),
-    [(b"1234", ValueError), (b"x" * 41, ValueError), ("text5", TypeError), (bytearray(9), TypeError)],
+    [
+        (b"1234", ValueError),
+        (b"x" * 41, ValueError),
+        ("text5", TypeError),
+        (bytearray(9), TypeError),
+    ],
 )
 def test_a_key_has_five_to_forty_bytes(bad: object, error: type[Exception]) -> None:
     table, index = make_index(4)
