@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child of `test_concurrent`: pins keys through a table that the parent keeps changing.
 
-``pinner.py FD NUM_SLOTS NUM_KEYS SEED``. Each payload starts with the number of its key. Prints what
-it saw as one JSON line when the parent sets the stop byte.
+``pinner.py FD NUM_SLOTS NUM_KEYS SEED``. Each payload starts with the number of its key.
+Prints what it saw as one JSON line when the parent sets the stop byte.
 """
 
 from __future__ import annotations
