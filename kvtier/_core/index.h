@@ -77,9 +77,9 @@ static inline void kvt_prefetch_victims(const kvt_index *x, int n)
             continue;
         kvt_key_of(&k, &x->t.rec[s[i]]);
         kvt_prefetch_bucket(x, &k);
-        x->policy->prefetch(x->state, &k, 1);
+        x->policy->prefetch(x->state, &x->l, x->capacity, &k, 1);
     }
-    x->policy->prefetch(x->state, NULL, n);
+    x->policy->prefetch(x->state, &x->l, x->capacity, NULL, n);
 }
 
 /* Before the keys [at, at + KVT_BLOCK) of a reserve. */
@@ -89,7 +89,7 @@ static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, in
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
         if (k[i].slot == -1) {
             absent++;
-            x->policy->prefetch(x->state, &k[i], 1);
+            x->policy->prefetch(x->state, &x->l, x->capacity, &k[i], 1);
         }
     if ((uint64_t)absent > x->num_free)
         kvt_prefetch_victims(x, absent - (int)x->num_free);
