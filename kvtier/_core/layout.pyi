@@ -154,9 +154,7 @@ class CopyPlan:
         stop: int | None = None,
     ) -> int:
         """Copy canonical blocks into accelerator blocks: bytes moved. Raises as ``store``."""
-    def zero(
-        self, canonical: npt.NDArray[np.uint64], page_ids: npt.NDArray[np.int64]
-    ) -> int:
+    def zero(self, canonical: npt.NDArray[np.uint64], page_ids: npt.NDArray[np.int64]) -> int:
         """Zero this rank's part of canonical blocks it was not given: bytes zeroed.
 
         When all ranks have done so, the blocks are zero everywhere. Raises as ``store``.

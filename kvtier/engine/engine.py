@@ -277,9 +277,7 @@ class Engine:
             return Lookup.HIT
         return self._planner.absent(key, state, request, self._now)
 
-    def lookup_batch(
-        self, keys: Sequence[bytes], context: RequestContext
-    ) -> tuple[int, Lookup]:
+    def lookup_batch(self, keys: Sequence[bytes], context: RequestContext) -> tuple[int, Lookup]:
         """Length of the prefix of `keys` that can be loaded now, and the answer for what follows.
 
         Keys beyond the first miss are not asked for. MISS also when all are ready.
@@ -362,9 +360,7 @@ class Engine:
         if self._tiers:
             self._flush()
 
-    def release(
-        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]
-    ) -> int:
+    def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:
         """Slots that were in WRITING at a reset, and whose writer has ended since."""
         return self._index.release(slots, generations)
 
@@ -543,9 +539,7 @@ class Engine:
         if ready_bytes:
             recorder.set("kvtier_host_padding_ratio", 1 - index.ready_bytes / ready_bytes)
         recorder.set("kvtier_held_chunks", self._planner.held)
-        recorder.set(
-            "kvtier_held_bytes", (self._planner.held + self._planner.lent) * slot_bytes
-        )
+        recorder.set("kvtier_held_bytes", (self._planner.held + self._planner.lent) * slot_bytes)
         for tier in self._tiers:
             recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
         self.registry.apply(recorder.take(), source="owner")
@@ -562,12 +556,10 @@ class Engine:
                 name: _int(value("kvtier_lookup_chunks_total", (name, "hit"))) for name in names
             },
             loaded_bytes={
-                name: _int(value("kvtier_transfer_bytes_total", (name, "load")))
-                for name in names
+                name: _int(value("kvtier_transfer_bytes_total", (name, "load"))) for name in names
             },
             stored_bytes={
-                name: _int(value("kvtier_transfer_bytes_total", (name, "store")))
-                for name in names
+                name: _int(value("kvtier_transfer_bytes_total", (name, "store"))) for name in names
             },
             evicted=_int(value("kvtier_evicted_total")),
             evicted_unsaved=_int(value("kvtier_evicted_unsaved_total")),
@@ -612,9 +604,7 @@ class Engine:
             )
         for i, tier in enumerate(self._tiers):
             inflight = sum(
-                cascade.length_bytes
-                for cascade in planner.cascades.values()
-                if i in cascade.tiers
+                cascade.length_bytes for cascade in planner.cascades.values() if i in cascade.tiers
             )
             if inflight != tier.inflight_bytes:
                 raise InternalError(

@@ -187,17 +187,13 @@ class Planner:
         """`answer`, with the request's deadline running from its first one of this kind."""
         if request.wait_until is None:
             request.load_until = now + self._load_seconds
-            request.wait_until = min(
-                now + self._config.lookup_timeout_seconds, request.load_until
-            )
+            request.wait_until = min(now + self._config.lookup_timeout_seconds, request.load_until)
         return answer
 
     def _progress(self, request: Request, now: float) -> None:
         """The request's answers are under way: its deadline starts anew, up to that of the load."""
         if request.wait_until is not None and now < request.wait_until:
-            request.wait_until = min(
-                now + self._config.lookup_timeout_seconds, request.load_until
-            )
+            request.wait_until = min(now + self._config.lookup_timeout_seconds, request.load_until)
 
     def hit(self, keys: Sequence[bytes], request: Request) -> None:
         """`keys` were answered HIT."""

@@ -80,9 +80,7 @@ async def _serve(
     try:
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        transport, protocol = await loop.create_connection(
-            lambda: _Connection(reader), sock=sock
-        )
+        transport, protocol = await loop.create_connection(lambda: _Connection(reader), sock=sock)
         memory = Memory(
             region.payload,
             region.base_address,

@@ -138,8 +138,9 @@ class FindJob:
             for i, state in enumerate(self._state)
             if state == UNKNOWN and self._cursor[i] == position
         ]
-        answer = await lane.exists([self._message.keys[i] for i in asked],
-                                   self._context(), self._stop)
+        answer = await lane.exists(
+            [self._message.keys[i] for i in asked], self._context(), self._stop
+        )
         if isinstance(answer, Outcome):
             for i in asked:
                 self._cursor[i] = position + 1
@@ -252,10 +253,12 @@ class FindJob:
         if not settled.done():
             for item in items:
                 self._held[item.slot] = settled
-        good = [item for item, outcome in zip(items, outcomes, strict=True)
-                if outcome is Outcome.DONE]
-        verdicts = dict(zip((item.slot for item in good), await self._memory.verify(good),
-                            strict=True))
+        good = [
+            item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.DONE
+        ]
+        verdicts = dict(
+            zip((item.slot for item in good), await self._memory.verify(good), strict=True)
+        )
         loaded, slots, crcs = [], [], []
         for i, item, outcome in zip(positions, items, outcomes, strict=True):
             if outcome is Outcome.DONE and verdicts[item.slot]:
@@ -331,9 +334,7 @@ class FindJob:
         self._lent.intersection_update(held)
         self._slots.clear()
         self._post(
-            self._news(
-                absent=absent, failed=failed, outcomes=outcomes, unused=unused, final=True
-            )
+            self._news(absent=absent, failed=failed, outcomes=outcomes, unused=unused, final=True)
         )
 
     @property

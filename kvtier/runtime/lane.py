@@ -140,17 +140,13 @@ class Lane:
         started = self._clock()
         call = await self._call(self.tier.exists(keys, ctx), ctx.deadline, stop)
         outcome = self._judge(call, self._read, stop)
-        self._recorder.observe(
-            "kvtier_lookup_seconds", self._clock() - started, (self.tier.name,)
-        )
+        self._recorder.observe("kvtier_lookup_seconds", self._clock() - started, (self.tier.name,))
         if outcome is not Outcome.DONE:
             self._count("exists", outcome, len(keys))
             return outcome
         result: list[Presence] = call.result
         if len(result) != len(keys):
-            log.error(
-                "tier %s answered %d of %d keys", self.tier.name, len(result), len(keys)
-            )
+            log.error("tier %s answered %d of %d keys", self.tier.name, len(result), len(keys))
             return Outcome.INTERNAL
         return result
 
@@ -245,9 +241,7 @@ class Lane:
             return Call(task, late=True)
         return Call(task, late=False)
 
-    def _judge(
-        self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]
-    ) -> Outcome:
+    def _judge(self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]) -> Outcome:
         """Outcome of a call as a whole, told to the breaker."""
         if call.late:
             if stop.done():
@@ -285,8 +279,9 @@ class Lane:
             return [outcome] * len(items)
         outcomes = call.result
         if len(outcomes) != len(items):
-            log.error("tier %s gave %d outcomes for %d chunks", self.tier.name, len(outcomes),
-                      len(items))
+            log.error(
+                "tier %s gave %d outcomes for %d chunks", self.tier.name, len(outcomes), len(items)
+            )
             self._failed(breaker, "it returned a wrong number of outcomes")
             self._count(operation, Outcome.INTERNAL, len(items))
             return [Outcome.INTERNAL] * len(items)
@@ -359,9 +354,7 @@ class Call(Generic[T]):
         self.error: BaseException | None = None
         if task.done():
             # A late call may still have ended well within its grace; it is late all the same.
-            self.error = (
-                asyncio.CancelledError() if task.cancelled() else task.exception()
-            )
+            self.error = asyncio.CancelledError() if task.cancelled() else task.exception()
 
     @property
     def result(self) -> T:

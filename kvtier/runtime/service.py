@@ -321,7 +321,7 @@ class TierService:
             find = self._jobs.pop(number).find
             if find is not None and find.held:
                 self._tasks.start(self._return_later(number, find.held), f"late-{number}")
-    
+
     async def _cascade(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
         """Copy chunks to all tiers at once; the pins go back when the last call has settled."""
         slots = self._memory.slots
@@ -368,9 +368,7 @@ class TierService:
         await asyncio.wait(set(held.values()))
         self._post(m.Returned(number, sorted(held)))
 
-    async def _unpin_later(
-        self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]
-    ) -> None:
+    async def _unpin_later(self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]) -> None:
         await asyncio.wait(pending)
         self._unpin(items)
 

@@ -181,9 +181,7 @@ class AdaptedTier(Tier):
             raise
 
     def _context(self, ctx: TierContext) -> Any:
-        return SimpleNamespace(
-            req_id=ctx.request_id, kv_transfer_params=None, kv_hints=None
-        )
+        return SimpleNamespace(req_id=ctx.request_id, kv_transfer_params=None, kv_hints=None)
 
     async def exists(self, keys: Sequence[bytes], ctx: TierContext) -> list[Presence]:
         return await self._run(self._lookup, keys, self._context(ctx))
