@@ -74,8 +74,13 @@ class Arena:
             raise IndexError(index)
         part = self._bytes[start : start + length]
         part[:] = 0 if payload is None else np.frombuffer(payload, dtype=np.uint8)
-        view = memoryview(part)
+        view = part.data
         return Slot(key, index, 1, length, view, self.address + start)
+
+    @property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All of the memory, one slot a row."""
+        return self._bytes.reshape(self.num_slots, self.slot_bytes)
 
     def close(self) -> None:
         """Give the memory back; slots must be gone."""
