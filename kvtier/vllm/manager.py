@@ -166,9 +166,7 @@ class KVTierManager(OffloadingManager):
 
     # --- loads ---
 
-    def prepare_load(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> LoadStoreSpec:
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin chunks that ``lookup`` has found.
 
         Raises

@@ -165,9 +165,7 @@ class Host:
         config = self.llm.llm_engine.vllm_config.cache_config
         return {"block_size": config.block_size, "pid": os.getpid()}
 
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8
-    ) -> list[dict[str, Any]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8) -> list[dict[str, Any]]:
         """Run prompts together, greedily."""
         from vllm import SamplingParams  # lazy: see start
 
