@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four small model families whose answers change when their KV does.
 
-Writes a checkpoint of random weights with a standard deviation of 0.2. The usual dummy weights are so
-small that a model answers the same over damaged KV, which would make every reload test pass.
+Writes a checkpoint of random weights with a standard deviation of 0.2. The usual dummy weights are
+so small that a model answers the same over damaged KV, which would make every reload test pass.
 """
 
 from __future__ import annotations
