@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from kvtier.bench.copies import CopyCounters
-from kvtier.bench.costs import CostModel, CostSource
+from kvtier.bench.costs import DEFAULT_SOURCE, CostModel, CostSource
 from kvtier.bench.drivers.standin import StepTimes
-from kvtier.bench.pattern import Shape
-from kvtier.bench.results import EngineCounts, Run, Spread
+from kvtier.bench.pattern import Difference, Shape
+from kvtier.bench.results import EngineCounts, Report, Run, Spread
+from kvtier.bench.verdict import judge
+from kvtier.bench.yardstick import Yardsticks
 from kvtier.types import Geometry
 from tests.bench.fake_engine import FakeEngine, FakeRegion
 
@@ -84,3 +87,61 @@ def make_run(strategy: str, point: str, megabytes: int, speed: float, **changes:
         engine=EngineCounts(promoted_bytes={"fs": 1 << 20}, stored_bytes={"fs": 1 << 20}),
     )
     return msgspec.structs.replace(run, **changes)
+
+
+ACCELERATOR, HOST = 128 << 20, 384 << 20
+
+GOOD: Mapping[tuple[str, str], float] = {
+    ("2", "none"): 700,
+    ("2", "host"): 690,
+    ("2", "host+fs"): 680,
+    ("7", "none"): 270,
+    ("7", "host"): 800,
+    ("7", "host+fs"): 780,
+    ("20", "none"): 230,
+    ("20", "host"): 280,
+    ("20", "host+fs"): 600,
+}
+SIZES = {"2": 88, "7": 308, "20": 880}
+
+
+def runs(**changed: float) -> list[Run]:
+    speeds = dict(GOOD)
+    for key, speed in changed.items():
+        strategy, point = key.rsplit("_", 1)
+        speeds[(point, strategy.replace("_", "+"))] = speed
+    return [make_run(name, point, SIZES[point], speed) for (point, name), speed in speeds.items()]
+
+
+def change(found: list[Run], **changes: object) -> list[Run]:
+    return [*found[:-1], msgspec.structs.replace(found[-1], **changes)]
+
+
+def make_report() -> Report:
+    """A whole report with one block that differs."""
+    found = change(
+        runs(),
+        copies=CopyCounters(
+            load_bytes=1 << 20,
+            load_seconds=0.001,
+            verified_bytes=1 << 20,
+            differing_blocks=1,
+            differences=[Difference("c1<t2", "ab" * 16, 1, 0, "K", 17, "00ff", "00fe", 3)],
+        ),
+    )
+    return Report(
+        workload="multiturn",
+        arguments={"seed": 0},
+        shape=Shape(),
+        source=DEFAULT_SOURCE,
+        scale=128.0,
+        prefill_speedup=1.0,
+        accelerator_bytes=ACCELERATOR,
+        host_bytes=HOST,
+        tier_directory="/var/tmp",
+        tier_file_system="ext4",
+        yardsticks=Yardsticks(10e9, 1e9, 2e9, True),
+        runs=found,
+        verdict=judge(found, "multiturn", ACCELERATOR, HOST),
+        notes=["a note with <angle> brackets"],
+    )

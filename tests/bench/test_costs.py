@@ -112,5 +112,3 @@ def test_bad_calibration_file_is_named(tmp_path: Path, text: str | None, words: 
         path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_source(path)
-
-

@@ -82,7 +82,9 @@ def test_time_passes_as_modelled() -> None:
         standin_server.run()
         (only,) = standin_server.finished
         # A budget of 64 tokens makes two steps.
-        wanted = COSTS.step_seconds([Prefill(64, 0)], []) + COSTS.step_seconds([Prefill(36, 64)], [])
+        wanted = COSTS.step_seconds([Prefill(64, 0)], []) + COSTS.step_seconds(
+            [Prefill(36, 64)], []
+        )
         assert only.first_token == pytest.approx(wanted)
         assert standin_server.times.model == pytest.approx(wanted)
         assert standin_server.times.overrun == pytest.approx(0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_turns_grow_and_share_their_prefix() -> None:
     assert [request.prompt_tokens for request in mine] == [
         12_000 + turn * 4_000 for turn in range(9)
     ]
-    for before, after in zip(mine, mine[1:], strict=False):
+    for before, after in itertools.pairwise(mine):
         assert after.block_hashes[: len(before.block_hashes)] == before.block_hashes
         assert len(after.block_hashes) == (after.prompt_tokens + 32) // 128
     first = {request.block_hashes[0] for request in requests}
@@ -48,9 +49,7 @@ def test_same_seed_same_requests_other_seed_other_keys() -> None:
     assert other[0].block_hashes[0] != drain(MultiTurn(2, SHAPE, turns=2))[0].block_hashes[0]
 
 
-@given(
-    st.integers(1, 12), st.integers(1, 6), st.integers(0, 3), st.randoms(use_true_random=False)
-)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_closed_loop_bounds(conversations: int, limit: int, turns: int, random: object) -> None:
     source = MultiTurn(conversations, SHAPE, 100, 40, turns, 8, max_in_flight=limit)
     running: list[Request] = []
