@@ -18,6 +18,8 @@ from kvtier.bench.__main__ import main
 from kvtier.bench.cli import parse_size
 from kvtier.bench.report import Report
 from kvtier.bench.runner import Runner
+from kvtier.bench.strategies import engine_counts
+from kvtier.engine.engine import EngineStats
 from tests.bench.helpers import FakeOpener
 from tests.bench.test_workload import row, write
 
@@ -148,6 +150,11 @@ def test_trace_run(tmp_path: Path) -> None:
     assert [run.requests for run in report.runs] == [10, 10]
     assert report.runs[0].point == "trace"
     assert report.verdict.clauses[-1].text.startswith("no strategy is slower")
+
+
+def test_cancelled_jobs_are_no_failures_and_unknown_causes_are() -> None:
+    stats = EngineStats(0, 0, {}, {}, {}, 0, 0, {"cancelled": 3, "io": 1, "corrupt": 2, "new": 4})
+    assert engine_counts(stats).failures == {"io": 1, "corrupt": 2, "new": 4}
 
 
 def test_same_seed_serves_the_same_requests(tmp_path: Path) -> None:
