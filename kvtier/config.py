@@ -167,6 +167,8 @@ class Config(msgspec.Struct, frozen=True):
     breaker: BreakerConfig = BreakerConfig()
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()
+    model_fingerprint: Word | None = None
+    """Which weights these are, where revision or files do not tell; see ``kvtier.namespace``."""
     namespace: dict[str, str] = {}
     """Further namespace fields: bytes are shared only between instances that agree in them."""
 

@@ -25,26 +25,26 @@ DIGEST_TAG = b"kvtier-namespace-1"
 """First bytes of what is hashed; a new way to hash gets a new tag."""
 
 FORMAT_VERSION = "1"
-"""Version of the canonical layout, the field ``format``."""
+"""Version of the canonical layout, the field ``format_version``."""
 
 FIELDS: Mapping[str, str] = {
     "model": "name of the model",
-    "fingerprint": "which weights: an operator's word, a revision, or a digest of the files",
+    "model_fingerprint": "which weights: an operator's word, a revision, or a digest of the files",
     "kv_dtype": "element type of the KV cache, resolved, never auto",
     "quantization": "quantisation of weights and KV scales",
-    "rope": "position encoding and length settings",
+    "rope": "position encoding",
+    "max_model_len": "length the position encoding is set up for, where it depends on it",
     "groups": "KV cache groups: tokens a block, blocks a chunk, bytes a chunk, window",
     "tile_format": "inner order of a head tile",
-    "format": "version of the canonical layout",
-    "topology": "portable, or the parallel sizes and the rank that the bytes belong to",
-    "hash": "algorithm of the content hashes",
+    "format_version": "version of the canonical layout",
+    "portable": "true if the bytes do not depend on the parallelism, else false",
+    "topology": "parallel sizes that the bytes belong to, where they are not portable",
+    "tokens_per_hash": "tokens that one content hash goes on by, where it is not the block",
+    "hash_algorithm": "algorithm of the content hashes",
     "hash_seed": "seed of the content hashes (a digest), or the process it is random for",
     "epoch": "random word since the last cache reset; absent before the first",
 }
 """The fields kvtier sets. A library user may add others."""
-
-PORTABLE = "portable"
-"""Value of ``topology`` where any parallelism may read the bytes."""
 
 _UNRESOLVED = frozenset({"", "auto", "none", "default", "unknown"})
 _PAGE_BYTES = 4096
@@ -94,7 +94,7 @@ def library_namespace(
     hash_seed: str = "none",
     quantization: str = "none",
     rope: str = "none",
-    topology: str = PORTABLE,
+    topology: str | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Fields of an engine that uses kvtier as a library.
@@ -113,7 +113,8 @@ def library_namespace(
     hash_seed : str
         See ``hash_seed``; "none" for unseeded hashes.
     topology : str
-        ``PORTABLE`` only if the canonical page does not depend on the parallelism.
+        Parallel sizes, such as "tp=2,pp=1"; None only if the canonical page does not depend on
+        them.
     extra : Mapping
         Further fields, such as the ``namespace`` of the configuration. What changes the KV of the
         same tokens *within* one engine (a LoRA adapter, a salt, an image) belongs into the content
@@ -126,17 +127,19 @@ def library_namespace(
     """
     fields = {
         "model": model,
-        "fingerprint": fingerprint,
+        "model_fingerprint": fingerprint,
         "kv_dtype": kv_dtype,
         "quantization": quantization,
         "rope": rope,
         "groups": describe_groups(geometry),
         "tile_format": tile_format,
-        "format": FORMAT_VERSION,
-        "topology": topology,
-        "hash": hash_algorithm,
+        "format_version": FORMAT_VERSION,
+        "portable": "true" if topology is None else "false",
+        "hash_algorithm": hash_algorithm,
         "hash_seed": hash_seed,
     }
+    if topology is not None:
+        fields["topology"] = topology
     for name, value in fields.items():
         if not value:
             raise ConfigError(f"namespace field {name}: is empty; give {FIELDS[name]}")
@@ -238,14 +241,15 @@ def hash_seed(
     algorithm: str,
     instance: str,
     *,
+    unset_is_random: bool = True,
     environ: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> tuple[str, bool]:
     """Value of the ``hash_seed`` field, and whether the seed is random.
 
-    Engines seed their content hashes with PYTHONHASHSEED. Unset or ``random``, every process has
-    keys of its own and nothing it leaves in a tier is ever found again; then the field names the
-    instance, so that it is seen why.
+    Engines seed their content hashes with PYTHONHASHSEED. Where the seed is random, every process
+    has keys of its own and nothing it leaves in a tier is ever found again; then the field names
+    the instance, so that it is seen why.
 
     Parameters
     ----------
@@ -254,17 +258,23 @@ def hash_seed(
         ``-R``, ``-E`` and ``-I``; any other word for an algorithm that reads only the variable.
     instance : str
         Word for this run of the engine, the same in all of its processes.
+    unset_is_random : bool
+        Whether the engine draws a seed when the variable is not set (vLLM does for hashes that are
+        not cryptographic, and takes a constant for the others).
     environ, arguments
         Environment and command line of the interpreter; those of this process by default.
     """
     variables = os.environ if environ is None else environ
-    seed = variables.get("PYTHONHASHSEED", "")
-    random = seed in ("", "random")
+    seed = variables.get("PYTHONHASHSEED")
     if algorithm == "builtin":
         options = _interpreter_options(sys.orig_argv if arguments is None else arguments)
-        random = random or bool(options & {"R", "E", "I"})
+        random = seed in (None, "", "random") or bool(options & {"R", "E", "I"})
+    else:
+        random = seed is None and unset_is_random
     if random:
         return f"random:{instance}", True
+    if seed is None:
+        return "constant", False
     digest = hashlib.sha256(seed.encode()).hexdigest()[:16]
     if algorithm == "builtin":
         version = sys.version_info

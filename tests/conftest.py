@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 
 from kvtier.testing import leaks
 from tests import parts
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEFT_OUT] = defaultdict(int)
+    # The first loop of a process opens a pipe for signals that libuv keeps for good.
+    uvloop.new_event_loop().close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -202,7 +202,7 @@ def test_loads_without_torch_and_vllm(name: str) -> None:
 
 
 def test_the_block_is_real() -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed here")
-    done = load_bare("vllm")
-    assert done.returncode != 0
-    assert "is blocked" in done.stderr
+    for name in ("vllm", "torch"):
+        done = load_bare(name)
+        assert done.returncode != 0
+        assert f"{name} is blocked" in done.stderr

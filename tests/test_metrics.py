@@ -135,6 +135,8 @@ def test_a_batch_is_applied_whole_or_not_at_all() -> None:
     assert registry.value(EVICTED) == 0
     with pytest.raises(InternalError):
         registry.value("kvtier_nothing_total")
+    with pytest.raises(InternalError):
+        registry.series("kvtier_nothing_total")
 
 
 @pytest.mark.fault("M02")
@@ -239,6 +241,9 @@ def test_whatever_is_taken_when_adds_up(steps: list[tuple[str, str, float]]) -> 
             assert seen[LOOKUPS, (("result", "hit"), ("tier", tier))] == count
     for tier, level in levels.items():
         assert seen["kvtier_tier_chunks", (("tier", tier),)] == level
+    assert registry.series("kvtier_tier_chunks") == {(tier,): one for tier, one in levels.items()}
+    assert registry.series(LOOKUPS) == {(tier, "hit"): one for tier, one in counts.items() if one}
+    assert set(registry.series(SECONDS)) == {(tier,) for tier in observed}
     bounds = next(one.buckets for one in METRICS if one.name == SECONDS)
     for tier, values in observed.items():
         assert seen[f"{SECONDS}_count", (("tier", tier),)] == len(values)
@@ -279,6 +284,17 @@ def test_the_model_servers_multiprocess_directory_is_left_alone(tmp_path: Path) 
     files, control = done.stdout.splitlines()
     assert files == "[]"
     assert int(control) > 0, "the trap is armed: prometheus_client's own counter writes there"
+
+
+def test_a_scrape_formats_without_the_lock() -> None:
+    """The scheduler's thread adds samples while a scrape is half way through."""
+    registry = Registry()
+    families = registry._families()
+    next(families)
+    assert registry._lock.acquire(blocking=False)
+    registry._lock.release()
+    registry.apply([Sample(EVICTED, (), 1.0)])
+    assert len(list(families)) == len(METRICS) - 1
 
 
 def test_recording_is_cheap() -> None:

@@ -78,14 +78,13 @@ def test_lengths_keep_names_and_values_apart() -> None:
         ("quantization", "awq"),
         ("rope", "theta=1e6"),
         ("hash_algorithm", "xxhash"),
-        ("topology", "tp=2 rank=0"),
     ],
 )  # fmt: skip
 def test_what_differs_is_kept_apart(name: str, value: str) -> None:
     one, other = fields(), fields(**{name: value})
     assert ns.namespace_digest(one) != ns.namespace_digest(other)
     assert ns.directory_name(one) != ns.directory_name(other)
-    field = "hash" if name == "hash_algorithm" else name
+    field = "model_fingerprint" if name == "fingerprint" else name
     assert ns.difference(one, other) == [field]
     assert repr(value) in ns.explain(one, other)
 
@@ -150,7 +149,16 @@ def test_an_epoch_is_a_namespace_of_its_own() -> None:
 
 
 def test_every_field_is_explained() -> None:
-    assert set(ns.with_epoch(fields(), "x")) == set(ns.FIELDS)
+    optional = {"max_model_len", "tokens_per_hash"}
+    assert set(ns.with_epoch(fields(topology="tp=2"), "x")) == set(ns.FIELDS) - optional
+
+
+@pytest.mark.fault("C09")
+def test_bytes_that_are_not_portable_are_kept_apart_by_topology() -> None:
+    one, two, portable = fields(topology="tp=1"), fields(topology="tp=2"), fields()
+    assert len({ns.namespace_digest(each) for each in (one, two, portable)}) == 3
+    assert ns.difference(one, two) == ["topology"]
+    assert ns.difference(one, portable) == ["portable", "topology"]
 
 
 def test_directory_names_are_safe() -> None:
@@ -182,8 +190,9 @@ def test_json_is_read_back_and_checked() -> None:
     ("algorithm", "environ", "arguments", "random"),
     [
         ("sha256", {}, [], True),
-        ("sha256", {"PYTHONHASHSEED": "random"}, [], True),
-        ("sha256", {"PYTHONHASHSEED": ""}, [], True),
+        ("sha256", {"PYTHONHASHSEED": "random"}, [], False),
+        ("builtin", {"PYTHONHASHSEED": "random"}, [], True),
+        ("builtin", {"PYTHONHASHSEED": ""}, [], True),
         ("sha256", {"PYTHONHASHSEED": "0"}, [], False),
         ("sha256", {"PYTHONHASHSEED": "0"}, ["-R"], False),
         ("builtin", {"PYTHONHASHSEED": "0"}, [], False),
@@ -203,6 +212,12 @@ def test_a_random_hash_seed_is_seen(
 
     assert seed("a")[1] is random
     assert (seed("a")[0] == seed("b")[0]) is not random
+
+
+@pytest.mark.fault("U01")
+def test_a_constant_is_no_random_seed() -> None:
+    assert ns.hash_seed("sha256", "a", unset_is_random=False, environ={}) == ("constant", False)
+    assert ns.hash_seed("builtin", "a", unset_is_random=False, environ={})[1]
 
 
 PROBE = """

@@ -16,6 +16,7 @@
 
 #define KVT_UNSAVED_STEPS 1024 /* unsaved chunks put aside for one victim; see kvt_take_victim */
 #define KVT_SERVICE_CHECKS 2   /* slots with service pins looked at again for one victim */
+#define KVT_BLOCK 32           /* keys prefetched together */
 #define KVT_SERVICE_LAST 64    /* the same, before giving up */
 
 typedef struct {
@@ -48,9 +49,50 @@ static inline void kvt_index_close(kvt_index *x)
     x->state = NULL;
 }
 
+static inline void kvt_prefetch_neighbours(const kvt_table *t, int64_t s)
+{
+    if (s + 1 < (int64_t)t->num_slots) __builtin_prefetch(&t->rec[s + 1], 1);
+    if (s > 0) __builtin_prefetch(&t->rec[s - 1], 1);
+}
+
 static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
 {
     __builtin_prefetch(&x->t.bucket[kvt_home(&x->t, k->hash)], 1);
+}
+
+/* The next n victims, most likely: their records, then what removing them will write. */
+static inline void kvt_prefetch_victims(const kvt_index *x, int n)
+{
+    unsigned cls = x->policy->victim(x->state, &x->l, x->capacity, NULL);
+    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail, s[KVT_BLOCK];
+    int found = 0;
+    for (; found < n && at != KVT_NIL; at = x->l.node[at].prev) {
+        __builtin_prefetch(&x->t.rec[at], 1);
+        s[found++] = at;
+    }
+    for (int i = 0; i < found; i++) {
+        kvt_key k;
+        unsigned len = x->t.rec[s[i]].key_len;
+        if (len < 5 || len > KVT_KEY_BYTES)
+            continue;
+        kvt_key_of(&k, &x->t.rec[s[i]]);
+        kvt_prefetch_bucket(x, &k);
+        x->policy->prefetch(x->state, &k, 1);
+    }
+    x->policy->prefetch(x->state, NULL, n);
+}
+
+/* Before the keys [at, at + KVT_BLOCK) of a reserve. */
+static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, int64_t n)
+{
+    int absent = 0;
+    for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
+        if (k[i].slot == -1) {
+            absent++;
+            x->policy->prefetch(x->state, &k[i], 1);
+        }
+    if ((uint64_t)absent > x->num_free)
+        kvt_prefetch_victims(x, absent - (int)x->num_free);
 }
 
 /* First slot whose tag fits, unconfirmed: what kvt_find will look at. */
@@ -72,7 +114,6 @@ static inline void kvt_prefetch_links(const kvt_index *x, int64_t s)
 }
 
 /* Slots of n keys, or -1. In blocks, so that many cache misses run at the same time. */
-#define KVT_BLOCK 32
 static inline void kvt_find_all(const kvt_index *x, kvt_key *k, int64_t n)
 {
     uint64_t word;
@@ -213,8 +254,6 @@ static inline int64_t kvt_take_main(kvt_index *x, unsigned cls, const kvt_miss *
     while (p->tail != KVT_NIL) {
         uint32_t s = p->tail;
         unsigned place = kvt_usable(x, s);
-        if (x->l.node[s].prev != KVT_NIL)
-            __builtin_prefetch(&x->t.rec[x->l.node[s].prev]);
         if (place == KVT_MAIN) {
             if (kvt_evict(x, s, m, broken))
                 return s;

@@ -94,6 +94,7 @@ cdef extern from "index.h":
 
     ctypedef int (*kvt_note)(void *, const kvt_record *) noexcept
 
+    void kvt_prefetch_neighbours(const kvt_table *, int64_t)
     int kvt_index_open(kvt_index *, const kvt_table *, const char *)
     void kvt_index_close(kvt_index *)
     void kvt_lists_reset(kvt_lists *)
@@ -107,6 +108,8 @@ cdef extern from "index.h":
     void kvt_unlink(kvt_lists *, uint32_t)
     void kvt_push_head(kvt_lists *, unsigned, uint32_t)
     void kvt_find_all(const kvt_index *, kvt_key *, int64_t)
+    int KVT_BLOCK
+    void kvt_prefetch_reserve(const kvt_index *, const kvt_key *, int64_t)
     void kvt_prefetch_links(const kvt_index *, int64_t)
     void kvt_push_free(kvt_index *, uint32_t)
     int64_t kvt_pop_free(kvt_index *)
@@ -152,14 +155,14 @@ cdef int note_victim(void *to, const kvt_record *victim) noexcept:
     return 0
 
 
-cdef void *view(object array, str kind, Py_ssize_t *n, Py_buffer *buffer) except NULL:
-    """Contiguous int64 ("l") or uint32 ("I") memory of `array`; the caller releases `buffer`."""
+cdef void *view(object array, int size, Py_ssize_t *n, Py_buffer *buffer) except NULL:
+    """Contiguous int64 (size 8) or uint32 (4) memory of `array`; the caller releases `buffer`."""
     PyObject_GetBuffer(array, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
-    cdef int size = 8 if kind == "l" else 4
-    fmt = buffer.format.decode() if buffer.format is not NULL else "B"
-    if buffer.itemsize != size or fmt not in (("l", "q") if size == 8 else ("I", "L")):
+    cdef char kind = buffer.format[0] if buffer.format is not NULL else c"B"
+    cdef bint fits = kind in (c"l", c"q") if size == 8 else kind in (c"I", c"L")
+    if buffer.itemsize != size or not fits:
         PyBuffer_Release(buffer)
-        raise TypeError(f"wants an array of {'int64' if size == 8 else 'uint32'}, got {fmt!r}")
+        raise TypeError(f"wants a contiguous array of {'int64' if size == 8 else 'uint32'}")
     n[0] = buffer.len // size
     # An empty array may have no memory.
     return buffer.buf if buffer.buf is not NULL else <void *> buffer
@@ -352,7 +355,12 @@ cdef class Index:
         load_key(&k, key)
         if k.group >= self.groups:
             raise ValueError(f"key of group {k.group}, there are {self.groups} groups")
-        return kvt_state(word) if kvt_find(&self.c.t, &k, &word) >= 0 else 0
+        cdef int64_t s = kvt_find(&self.c.t, &k, &word)
+        if s < 0:
+            return 0
+        # Keys are asked for in prefix order, and a run stands in neighbouring slots.
+        kvt_prefetch_neighbours(&self.c.t, s)
+        return kvt_state(word)
 
     def lookup_batch(self, keys) -> tuple:
         """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""
@@ -399,6 +407,8 @@ cdef class Index:
                 self.c.l.node[k[i].slot].info |= KVT_PROTECT
         try:
             for i in range(n):
+                if i % KVT_BLOCK == 0:
+                    kvt_prefetch_reserve(&self.c, &k[i], n - i)
                 # Looked up again: the key may stand twice in this call.
                 if k[i].slot >= 0 or kvt_find(&self.c.t, &k[i], &word) >= 0:
                     continue
@@ -496,9 +506,9 @@ cdef class Index:
         cdef Py_buffer a, b
         cdef Py_ssize_t n, m, i
         cdef uint64_t after = 0
-        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        cdef int64_t *s = <int64_t *> view(slots, 8, &n, &a)
         try:
-            g = <uint32_t *> view(generations, "I", &m, &b)
+            g = <uint32_t *> view(generations, 4, &m, &b)
             try:
                 self.bounds(s, n, m)
                 for i in range(n):
@@ -611,12 +621,12 @@ cdef class Index:
         cdef list done = []
         if crcs is not None:
             flags |= KVT_CRC_VALID
-        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        cdef int64_t *s = <int64_t *> view(slots, 8, &n, &a)
         try:
-            g = <uint32_t *> view(generations, "I", &m, &b)
+            g = <uint32_t *> view(generations, 4, &m, &b)
             try:
                 if crcs is not None:
-                    crc = <uint32_t *> view(crcs, "I", &num_crcs, &c)
+                    crc = <uint32_t *> view(crcs, 4, &num_crcs, &c)
                 try:
                     self.bounds(s, n, m)
                     if len(items) != n or num_crcs != n:
@@ -653,9 +663,9 @@ cdef class Index:
         """Lent slots become FREE again, unused."""
         cdef Py_buffer a, b
         cdef Py_ssize_t n, m, i
-        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        cdef int64_t *s = <int64_t *> view(slots, 8, &n, &a)
         try:
-            g = <uint32_t *> view(generations, "I", &m, &b)
+            g = <uint32_t *> view(generations, 4, &m, &b)
             try:
                 self.bounds(s, n, m)
                 self.lent(s, g, n)
@@ -796,9 +806,9 @@ cdef class Index:
         """
         cdef Py_buffer a, b
         cdef Py_ssize_t n, m, i, done = 0
-        cdef int64_t *s = <int64_t *> view(slots, "l", &n, &a)
+        cdef int64_t *s = <int64_t *> view(slots, 8, &n, &a)
         try:
-            g = <uint32_t *> view(generations, "I", &m, &b)
+            g = <uint32_t *> view(generations, 4, &m, &b)
             try:
                 self.bounds(s, n, m)
                 for i in range(n):

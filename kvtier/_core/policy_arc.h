@@ -160,6 +160,20 @@ static void kvt_arc_trim(kvt_arc_state *a, const kvt_lists *l, uint64_t c, const
         kvt_arc_remove(a, a->count[1] ? a->tail[1] : a->tail[0]);
 }
 
+static void kvt_arc_prefetch(const void *self, const kvt_key *k, int n)
+{
+    const kvt_arc_state *a = self;
+    if (k) {
+        __builtin_prefetch(&a->table[kvt_arc_home(a, k->hash >> 32)], 1);
+        return;
+    }
+    /* The ghosts that will be trimmed, and their table entries. */
+    uint32_t at[2] = {a->tail[0], a->tail[1]};
+    for (int b = 0; b < 2; b++)
+        for (int i = 0; i < n && at[b] != KVT_NIL; i++, at[b] = a->ghost[at[b]].prev)
+            __builtin_prefetch(&a->table[kvt_arc_home(a, a->ghost[at[b]].print[0] >> 32)], 1);
+}
+
 static void kvt_arc_missed(void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
                            kvt_miss *m)
 {
@@ -263,7 +277,7 @@ static int kvt_arc_check(const void *self, const kvt_lists *l, uint64_t c)
 
 static const kvt_policy kvt_arc = {
     "arc", sizeof(kvt_ghost) + 2 * sizeof(uint64_t), kvt_arc_create, kvt_arc_destroy,
-    kvt_arc_clear, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
+    kvt_arc_clear, kvt_arc_prefetch, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
     kvt_arc_place, kvt_arc_placed, kvt_arc_reused, kvt_arc_ghosts, kvt_arc_parameter,
     kvt_arc_check,
 };

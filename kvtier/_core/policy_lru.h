@@ -11,6 +11,10 @@ static char kvt_lru_state;
 
 static void *kvt_lru_create(uint64_t slots) { (void)slots; return &kvt_lru_state; }
 static void kvt_lru_nothing(void *self) { (void)self; }
+static void kvt_lru_prefetch(const void *self, const kvt_key *k, int n)
+{
+    (void)self; (void)k; (void)n;
+}
 static void kvt_lru_missed(void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k,
                            kvt_miss *m)
 {
@@ -43,8 +47,8 @@ static int kvt_lru_check(const void *self, const kvt_lists *l, uint64_t capacity
 }
 
 static const kvt_policy kvt_lru = {
-    "lru", 0, kvt_lru_create, kvt_lru_nothing, kvt_lru_nothing, kvt_lru_missed, kvt_lru_refused,
-    kvt_lru_victim, kvt_lru_evicted, kvt_lru_place, kvt_lru_placed, kvt_lru_reused,
+    "lru", 0, kvt_lru_create, kvt_lru_nothing, kvt_lru_nothing, kvt_lru_prefetch,
+    kvt_lru_missed, kvt_lru_refused, kvt_lru_victim, kvt_lru_evicted, kvt_lru_place, kvt_lru_placed, kvt_lru_reused,
     kvt_lru_ghosts, kvt_lru_parameter, kvt_lru_check,
 };
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """C side of the slot records and the key table, for `index`."""
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
@@ -79,4 +80,12 @@ cdef class SlotTable:
     cdef int give_back(self, kvt_record *r, uint32_t generation) except -1
 
 
-cdef int load_key(kvt_key *to, object key) except -1
+cdef inline int load_key(kvt_key *to, object key) except -1:
+    """Check one key and take its bytes over."""
+    if not PyBytes_CheckExact(key):
+        raise TypeError(f"a key is bytes, got {type(key).__name__}")
+    cdef Py_ssize_t length = PyBytes_GET_SIZE(key)
+    if length < 5 or length > KVT_KEY_BYTES:
+        raise ValueError(f"a key has 5 to {KVT_KEY_BYTES} bytes, got {length}")
+    kvt_key_load(to, PyBytes_AS_STRING(key), <unsigned> length)
+    return 0

@@ -6,8 +6,7 @@ any thread of any process that maps the region, because every change is a compar
 slot's word (`slots.h` has the order of loads and stores). Keys are written by `Index` alone.
 """
 
-cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
 from kvtier.errors import InternalError
@@ -27,17 +26,6 @@ def table_bytes(num_slots: int) -> int:
     if num_slots < 1 or num_slots > MAX_SLOTS:
         raise ValueError(f"num_slots is 1 to {MAX_SLOTS}, got {num_slots}")
     return (num_slots + 3) // 4 * sizeof(kvt_bucket)
-
-
-cdef int load_key(kvt_key *to, object key) except -1:
-    """Check one key and take its bytes over."""
-    if type(key) is not bytes:
-        raise TypeError(f"a key is bytes, got {type(key).__name__}")
-    cdef Py_ssize_t length = PyBytes_GET_SIZE(key)
-    if length < 5 or length > KVT_KEY_BYTES:
-        raise ValueError(f"a key has 5 to {KVT_KEY_BYTES} bytes, got {length}")
-    kvt_key_load(to, PyBytes_AS_STRING(key), <unsigned> length)
-    return 0
 
 
 cdef void *address(object buffer, Py_ssize_t needed, str what) except NULL:

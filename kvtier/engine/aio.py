@@ -62,9 +62,7 @@ class Cache:
         self._region = region
         self._loop = asyncio.get_running_loop()
         self._payload_bytes = engine.geometry.payload_bytes
-        self._store_seconds = max(
-            (tier.store_seconds for tier in engine.config.tiers), default=0.0
-        )
+        self._store_seconds = max((tier.store_seconds for tier in engine.config.tiers), default=0.0)
         self._waiters: set[asyncio.Future[None]] = set()
         self._copies: set[asyncio.Future[Any]] = set()
         self._requests = itertools.count()

@@ -27,9 +27,11 @@ from kvtier.engine.planner import Planner, TierState
 from kvtier.engine.requests import Request
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
 from kvtier.host.region import Region, sweep
-from kvtier.namespace import namespace_digest, new_epoch, with_epoch
-from kvtier.obs.events import Event, EventBus
+from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch, with_epoch
+from kvtier.obs.events import Event, EventBus, Operation
+from kvtier.obs.http import HttpEndpoint, HttpThread, TierHealth
 from kvtier.obs.metrics import METRICS, Recorder, Registry, Sample
+from kvtier.obs.publisher import Publisher
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
 from kvtier.runtime.process import ProcessCarrier
@@ -98,6 +100,8 @@ class Engine:
         self.registry = Registry(METRICS)
         self.events = EventBus(epoch=self.namespace.get("epoch", ""))
         self._own_region = own_region
+        self._http: HttpThread | None = None
+        self._publisher: Publisher | None = None
         self._clock = clock
         self._recorder = Recorder()
         self._slots = SlotTable(region.records, region.table, self.geometry.num_slots)
@@ -127,7 +131,7 @@ class Engine:
         self._restart_at: float | None = None
         self._restarter: threading.Thread | None = None
         self._service_up = False
-        self._resources: m.Resources | None = None
+        self.resources: m.Resources | None = None
 
     def _make_carrier(self) -> Carrier | None:
         if not self.config.tiers:
@@ -181,6 +185,59 @@ class Engine:
             A tier says that something has to be changed; the service has been ended again.
         """
         self._grow()
+        self.publish_metrics()
+        try:
+            self._open_outlets()
+            self._open_service()
+        except BaseException:
+            self._close_outlets()
+            raise
+        padding = ", ".join(
+            f"group {group}: {ratio:.1%}" for group, ratio in self.region.padding_ratio.items()
+        )
+        log.info(
+            "host memory: %d slots of %d bytes, padding %s; tiers: %s",
+            self.geometry.num_slots,
+            self.geometry.slot_bytes,
+            padding,
+            ", ".join(tier.name for tier in self._tiers) or "none",
+        )
+
+    def _open_outlets(self) -> None:
+        """Metrics endpoint and event stream, where they are asked for."""
+        metrics, events = self.config.metrics, self.config.events
+        if events.endpoint is not None:
+            publisher = Publisher(self.events, events)
+            publisher.open()
+            self._publisher = publisher
+        if metrics.port is not None:
+            http = HttpThread(
+                HttpEndpoint(self.registry.render, self._health, metrics.host, metrics.port)
+            )
+            http.open()
+            self._http = http
+
+    def _close_outlets(self) -> None:
+        http, self._http = self._http, None
+        publisher, self._publisher = self._publisher, None
+        if http is not None:
+            http.close()
+        if publisher is not None:
+            publisher.close()
+
+    def _health(self) -> list[TierHealth]:
+        """For the endpoint's thread: reads only what is replaced as a whole."""
+        states = [TierHealth("host", "up")]
+        for tier in self._tiers:
+            if tier.readable and tier.writable:
+                states.append(TierHealth(tier.name, "up"))
+            elif tier.readable or tier.writable:
+                states.append(TierHealth(tier.name, "degraded", tier.cause))
+            else:
+                states.append(TierHealth(tier.name, "down", tier.cause or "the service is down"))
+        return states
+
+    def _open_service(self) -> None:
         if self._carrier is None:
             return
         try:
@@ -202,16 +259,7 @@ class Engine:
         for message in messages:
             self._take(message)
         self._service_up = True
-        padding = ", ".join(
-            f"group {group}: {ratio:.1%}" for group, ratio in self.region.padding_ratio.items()
-        )
-        log.info(
-            "host memory: %d slots of %d bytes, padding %s; tiers: %s",
-            self.geometry.num_slots,
-            self.geometry.slot_bytes,
-            padding,
-            ", ".join(tier.name for tier in self._tiers),
-        )
+        self._recorder.set("kvtier_service_up", 1.0)
 
     def close(self, deadline_seconds: float = 5.0) -> None:
         """Save what only the host holds (``flush_on_shutdown``), end the service, let go.
@@ -234,6 +282,7 @@ class Engine:
                 error = self._carrier.close(self._clock() + deadline_seconds)
             if self._own_region:
                 self.region.close()
+            self._close_outlets()
         if error:
             raise TierLostError(error)
 
@@ -437,7 +486,7 @@ class Engine:
             case m.Events():
                 self.events.emit_many(_events.decode(message.data))
             case m.Resources():
-                self._resources = message
+                self.resources = message
             case m.Closed():
                 log.error("the tier service has ended by itself: %s", message.error or "no error")
             case _:
@@ -512,7 +561,11 @@ class Engine:
     # --- metrics and events ---
 
     def _emit(
-        self, operation: str, keys: Sequence[bytes], source: str | None, destination: str | None
+        self,
+        operation: Operation,
+        keys: Sequence[bytes],
+        source: str | None,
+        destination: str | None,
     ) -> None:
         self._recorder.add("kvtier_events_total", len(keys) or 1, (operation,))
         if not self.events.active:
@@ -591,11 +644,14 @@ class Engine:
                 causes[outcome] = causes.get(outcome, 0) + int(count)
         return causes
 
-    def audit(self) -> m.Resources | None:
-        """What the service held when it last answered; asks it anew. For leak checks."""
+    def audit(self) -> None:
+        """Ask the service what it holds; `resources` is None until ``poll`` has its answer.
+
+        Its metrics come with it. For leak checks.
+        """
+        self.resources = None
         if self._carrier is not None and self._service_up:
             self._carrier.send([m.Audit()])
-        return self._resources
 
     @property
     def idle(self) -> bool:
@@ -605,7 +661,8 @@ class Engine:
             planner.finds
             or planner.cascades
             or planner.out
-            or any(tier.backlog and tier.up for tier in self._tiers)
+            or planner.reset_pending
+            or any(tier.backlog and tier.writable for tier in self._tiers)
         )
 
     def check(self) -> None:
@@ -639,6 +696,12 @@ def open_engine(
 ) -> tuple[Engine, Region]:
     """Engine with a region of its own, for use without a model server.
 
+    Parameters
+    ----------
+    namespace : mapping, optional
+        What must agree before instances may share bytes: model, weights, dtype, layout (see
+        ``kvtier.namespace.library_namespace``). Shape and format are added here.
+
     Returns
     -------
     engine, region
@@ -649,9 +712,14 @@ def open_engine(
     ConfigError
     """
     sweep(config.directory)
-    fields = {"geometry": namespace_digest({"geometry": repr(geometry.groups)}).hex()}
-    fields |= dict(config.namespace)
-    fields |= dict(namespace or {})
+    if not namespace and not config.namespace and config.tiers:
+        log.warning(
+            "no namespace given: chunks of equal keys and sizes are taken for equal, whichever "
+            "model they belong to; give at least namespace={'model': ..., 'kv_dtype': ...}"
+        )
+    fields = dict(namespace or {"model": "unnamed"})
+    fields |= {"groups": describe_groups(geometry), "format_version": FORMAT_VERSION}
+    fields = merged(fields, config.namespace)
     region = Region.create(
         f"engine-{os.getpid()}-{os.urandom(8).hex()}",
         geometry,

@@ -22,6 +22,7 @@ from kvtier.config import Config, TierConfig
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.transfers import CascadeRecord, FindRecord
 from kvtier.errors import InternalError
+from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.types import Geometry, Lookup, Outcome, RequestContext, TierMatch, key_group
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
-Emit = Callable[[str, Sequence[bytes], str | None, str | None], None]
+Emit = Callable[[Operation, Sequence[bytes], str | None, str | None], None]
 """``emit(operation, keys, source, destination)``."""
 
 
@@ -40,13 +41,15 @@ class TierState:
 
     __slots__ = (
         "backlog",
+        "cause",
         "bound_bytes",
         "config",
         "inflight_bytes",
         "locality",
         "medium",
         "name",
-        "up",
+        "readable",
+        "writable",
     )
 
     def __init__(
@@ -56,7 +59,9 @@ class TierState:
         self.name = config.name
         self.medium = medium
         self.locality = locality
-        self.up = False
+        self.cause = ""
+        self.readable = False
+        self.writable = False
         self.inflight_bytes = 0
         self.bound_bytes = bound_bytes
         self.backlog: deque[bytes] = deque(maxlen=capacity)
@@ -173,7 +178,7 @@ class Planner:
         return Lookup.MISS
 
     def _may_ask(self, key: bytes, request: Request) -> bool:
-        if not any(self.tiers[i].up for i in request.tiers):
+        if not any(self.tiers[i].readable for i in request.tiers):
             return False
         group = key_group(key)
         window = self._windows[group]
@@ -255,11 +260,11 @@ class Planner:
         """Host hits and misses of the keys looked up in this step, each once a request."""
         counted = request.counted
         before = len(counted)
-        counted.update(request.hits)
-        hits = len(counted) - before
-        before += hits
+        # First those that were not there: later they may be, promoted.
         counted.update(request.status)
         misses = len(counted) - before
+        counted.update(request.hits)
+        hits = len(counted) - before - misses
         request.hits.clear()
         if hits:
             self._recorder.add("kvtier_lookup_chunks_total", hits, ("host", "hit"))
@@ -335,7 +340,7 @@ class Planner:
                 self._cascade(batch, list(tiers), request, now)
         for i, tier in enumerate(self.tiers):
             batch = []
-            while tier.backlog and tier.up:
+            while tier.backlog and tier.writable:
                 key = tier.backlog[0]
                 length = self._payload_bytes[key_group(key)]
                 if self.index.lookup(key) != 2:
@@ -352,13 +357,13 @@ class Planner:
                 self._cascade(batch, [i], None, now)
 
     def _fits(self, tier: TierState, length: int) -> bool:
-        if not tier.up or self._cleared_to >= 0:
+        if not tier.writable or self._cleared_to >= 0:
             return False
         return tier.inflight_bytes == 0 or tier.inflight_bytes + length <= tier.bound_bytes
 
     def _put_off(self, tier: TierState, key: bytes) -> None:
         if tier.config.backpressure == "drop":
-            self._drop(tier, 1, "bound" if tier.up else "breaker")
+            self._drop(tier, 1, "bound" if tier.writable else "breaker")
             return
         if len(tier.backlog) == tier.backlog.maxlen:
             self._drop(tier, 1, "bound")
@@ -403,7 +408,7 @@ class Planner:
         asking, self._asking = self._asking, {}
         for request in asking.values():
             fresh, request.fresh = request.fresh, []
-            tiers = [i for i in request.tiers if self.tiers[i].up]
+            tiers = [i for i in request.tiers if self.tiers[i].readable]
             for windowed in (False, True):
                 keys = [
                     key for key in fresh if (self._windows[key_group(key)] is not None) == windowed
@@ -498,7 +503,7 @@ class Planner:
                 if record is not None:
                     self._give_back(record, message.slots)
             case m.Health():
-                self._health(message.tier, message.up, message.cause)
+                self._health(message.tier, message.readable, message.writable, message.cause)
             case m.Ready():
                 self.ready(message)
             case m.ResetDone():
@@ -509,14 +514,14 @@ class Planner:
     def ready(self, message: m.Ready) -> None:
         """The service has opened its tiers."""
         for i, cause in enumerate(message.causes):
-            self._health(i, not cause, cause)
+            self._health(i, not cause, not cause, cause)
 
-    def _health(self, tier: int, up: bool, cause: str) -> None:
+    def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         state = self.tiers[tier]
-        if state.up and not up:
+        if state.readable and not readable:
             log.warning("tier %s is down: %s", state.name, cause)
-        state.up = up
-        self._recorder.set("kvtier_tier_up", float(up), (state.name,))
+        state.readable, state.writable, state.cause = readable, writable, cause
+        self._recorder.set("kvtier_tier_up", float(readable), (state.name,))
 
     def _found(self, message: m.Found, now: float) -> None:
         record = self.finds.get(message.job)
@@ -705,7 +710,7 @@ class Planner:
         self.cascades.clear()
         for tier in self.tiers:
             tier.inflight_bytes = 0
-            tier.up = False
+            tier.readable = tier.writable = False
             self._recorder.set("kvtier_tier_up", 0.0, (tier.name,))
         self.reset_pending = False
         self._cleared_to = 0
@@ -751,7 +756,7 @@ class Planner:
         for cascade in self.cascades.values():
             cascade.stale = True
         _, slots, generations = self.index.clear()
-        self._emit("cleared", (), "host", None)
+        self._emit("cleared", (), "" if self._config.on_reset == "new_epoch" else "host", None)
         if self.tiers:
             self.reset_pending = True
             self.out.append(m.Reset(namespace))

@@ -24,6 +24,8 @@ from kvtier.types import PAGE_BYTES
 
 CREATOR_BYTE = MAX_RANKS
 """Locked by the creator for its life; byte `rank` is locked by the signer of that rank."""
+TAKEOVER_BYTE = MAX_RANKS + 1
+"""Locked while the name of a region whose creator is dead is taken away."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -108,6 +110,15 @@ class MappedFile:
     def creator_lives(self) -> bool:
         """Whether the process that made the file still has it open."""
         return self.is_creator or files.byte_is_locked(self.fd, CREATOR_BYTE)
+
+    def lose_name(self) -> None:
+        """Take the name from a file that outlived its start; its holders keep their memory.
+
+        The lock makes looking and removing one step against others that do the same; this
+        process's shared lock keeps sweepers and leaving holders off.
+        """
+        if files.lock_byte(self.fd, TAKEOVER_BYTE) and files.stands_at(self.fd, self.path):
+            os.unlink(self.path)
 
     def drop(self) -> None:
         """Let go of lock, descriptor and memory; remove the file if nobody else holds it."""

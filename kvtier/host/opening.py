@@ -9,11 +9,12 @@ and then looks whether the file still has its name and is complete.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 
 from kvtier.errors import ConfigError, InternalError
-from kvtier.host import files, header, space
+from kvtier.host import files, header, numa, space
 from kvtier.host.mapping import CREATOR_BYTE, MAPPED_FILES, MappedFile
 
 POLL_SECONDS = 0.01
@@ -75,9 +76,10 @@ def _fill(
     first = min(step_bytes, layout.payload_bytes)
     try:
         # Only now, so that of many ranks that start at once a single one takes memory.
-        space.reserve(fd, 0, layout.head_bytes)
-        header.write_header(fd, encoded)
-        space.reserve(fd, layout.payload, first)
+        with numa.interleaved(numa.nodes_for(meta.ranks)):
+            space.reserve(fd, 0, layout.head_bytes)
+            header.write_header(fd, encoded)
+            space.reserve(fd, layout.payload, first)
     except OSError as exc:
         raise ConfigError(
             f"no memory for the first {space.describe(layout.head_bytes + first)} of the region "
@@ -91,11 +93,17 @@ def _fill(
 
 
 def join(
-    fd: int, path: str, deadline: float, *, named: bool = True
+    fd: int,
+    path: str,
+    deadline: float,
+    *,
+    named: bool = True,
+    takeover_at: float = math.inf,
 ) -> tuple[MappedFile | None, str]:
     """Lock and map an existing file (takes `fd`): the mapped file, or None and why not.
 
-    Waits until `deadline` for a creator that is at work.
+    Waits until `deadline` for a creator that is at work. From `takeover_at` on, a file of an
+    earlier start loses its name, so that a new one can be made while its last holders end.
 
     Raises
     ------
@@ -113,6 +121,8 @@ def join(
     mapped = MAPPED_FILES.adopt(fd, path)
     why = _outlived(mapped) if named else None
     if why is not None:
+        if time.monotonic() >= takeover_at:
+            mapped.lose_name()
         MAPPED_FILES.release(mapped)
         return None, f"{why} has died, while other processes still hold it (fuser {path}): end them"
     return mapped, ""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reserve the memory of a region's slots in steps, beside whoever already uses the first ones.
 
-Owns one thread. The creator's process runs it; on a machine with several NUMA nodes the pages come
-from the node of that thread, unless the tmpfs is mounted with ``mpol=interleave``.
+Owns one thread, in the creator's process.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvtier.host import space
+from kvtier.host import numa, space
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,8 @@ class Populator:
     start, stop : int
         Bytes of slots, relative to slot 0.
     step_bytes : int
+    nodes : list of int
+        NUMA nodes to interleave over.
     on_reserved : callable
         Called on this thread with the bytes reserved so far, after each step.
     where : str
@@ -41,6 +42,7 @@ class Populator:
         start: int,
         stop: int,
         step_bytes: int,
+        nodes: list[int],
         on_reserved: Callable[[int], None],
         where: str,
     ) -> None:
@@ -49,6 +51,7 @@ class Populator:
         self._start = start
         self._stop = stop
         self._step_bytes = step_bytes
+        self._nodes = nodes
         self._on_reserved = on_reserved
         self._where = where
         self._cancelled = threading.Event()
@@ -74,7 +77,8 @@ class Populator:
         while done < self._stop and not self._cancelled.is_set():
             step = min(self._step_bytes, self._stop - done)
             try:
-                space.reserve(self._fd, self._offset + done, step)
+                with numa.interleaved(self._nodes):
+                    space.reserve(self._fd, self._offset + done, step)
             except OSError as exc:
                 logger.warning(
                     "%s: no memory for more than %s of %s (%s); going on with what there is",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier._core.words import Words
 from kvtier.errors import ClosedError, ConfigError, InternalError
-from kvtier.host import files, header, space
+from kvtier.host import files, header, numa, space
 from kvtier.host.mapping import MAPPED_FILES, MappedFile
 from kvtier.host.opening import POLL_SECONDS, build, join, pause, sweep_or_refuse
 from kvtier.host.populate import Populator
@@ -25,6 +25,9 @@ from kvtier.types import Geometry
 __all__ = ["MAX_PENDING", "Region", "sweep"]
 
 sweep = files.sweep
+
+TAKEOVER_SECONDS = 5.0
+"""Time for the last processes of an earlier start to end and free their memory."""
 
 MAX_PENDING = 65536
 """Transfers that may be finished out of order before one is missing for good."""
@@ -78,7 +81,9 @@ class Region:
     ) -> Region:
         """Make the region, or join it when another rank has made it.
 
-        Leftovers of dead processes in `directory` are removed first.
+        Leftovers of dead processes in `directory` are removed first. A region of an earlier start
+        that has died while other processes (its tier service) still hold it gets some seconds to
+        go, then loses its name to this one; they keep their memory until they close it.
 
         Parameters
         ----------
@@ -106,6 +111,7 @@ class Region:
         meta = header.make_meta(name, ranks, geometry, namespace)
         path = files.region_path(directory, name)
         deadline = time.monotonic() + timeout_seconds
+        takeover_at = time.monotonic() + min(TAKEOVER_SECONDS, timeout_seconds / 2)
         sweep_or_refuse(directory)
         why = "it was removed again and again"
         while True:
@@ -113,7 +119,7 @@ class Region:
             if fd is None:
                 mapped = build(meta, directory, path, step_bytes, system)
             else:
-                mapped, why = join(fd, path, deadline)
+                mapped, why = join(fd, path, deadline, takeover_at=takeover_at)
             if mapped is not None:
                 break
             pause(deadline, f"cannot join the region {path} after {timeout_seconds} s: {why}")
@@ -185,7 +191,14 @@ class Region:
         """
         link = f"/proc/self/fd/{fd}"
         own = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-        path = os.readlink(link).removesuffix(" (deleted)")
+        try:
+            name = header.read_meta(own, link)[0].name
+        except BaseException:
+            os.close(own)
+            raise
+        # Only the folder of the link can be trusted: a file made without a name keeps its first
+        # one ("#123 (deleted)") in /proc.
+        path = files.region_path(os.path.dirname(os.readlink(link)), name)
         mapped, why = join(own, path, time.monotonic(), named=False)
         if mapped is None:
             raise ConfigError(f"descriptor {fd} is no region that can be used: {why}")
@@ -282,6 +295,7 @@ class Region:
             min(self._step_bytes, layout.payload_bytes),
             layout.payload_bytes,
             self._step_bytes,
+            numa.nodes_for(self.ranks),
             reserved,
             self.path,
         )

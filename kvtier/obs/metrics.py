@@ -10,6 +10,7 @@ those write into the model server's directory, whichever registry they belong to
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from bisect import bisect_left
@@ -220,11 +221,14 @@ class Registry:
             return self._counters.get(name, {}).get(labels)
 
     def series(self, name: str) -> dict[Labels, float]:
-        """All series of a counter."""
+        """Labels to value of all series of one metric, as ``value`` gives them."""
         with self._lock:
             if name not in self._definitions:
                 raise InternalError(f"metric {name} is not declared")
-            return dict(self._counters.get(name, {}))
+            found = dict(self._counters.get(name, {}))
+            found.update((key, owned[1]) for key, owned in self._gauges.get(name, {}).items())
+            found.update((key, one.total) for key, one in self._histograms.get(name, {}).items())
+            return found
 
     def render(self) -> bytes:
         """All series in Prometheus' text format."""
@@ -240,27 +244,36 @@ class Registry:
         return definition
 
     def _families(self) -> Iterator[Metric]:
-        """Copies of all series, taken under the lock and formatted without it."""
+        """All series, copied under the lock and formatted without it.
+
+        The scheduler's thread takes the lock to add its samples: a scrape must not hold it for the
+        millisecond that formatting takes.
+        """
         with self._lock:
-            families: list[Metric] = []
-            for name, definition in self._definitions.items():
-                labels, text = definition.labels, definition.help
-                if definition.kind == "counter":
-                    counter = CounterMetricFamily(name, text, labels=labels)
-                    for values, value in self._counters.get(name, {}).items():
-                        counter.add_metric(values, value)
-                    families.append(counter)
-                elif definition.kind == "gauge":
-                    gauge = GaugeMetricFamily(name, text, labels=labels)
-                    for values, (_, value) in self._gauges.get(name, {}).items():
-                        gauge.add_metric(values, value)
-                    families.append(gauge)
-                else:
-                    histogram = HistogramMetricFamily(name, text, labels=labels)
-                    for values, series in self._histograms.get(name, {}).items():
-                        histogram.add_metric(values, series.cumulative(), series.total)
-                    families.append(histogram)
-        return iter(families)
+            definitions = list(self._definitions.values())
+            counters = {name: list(series.items()) for name, series in self._counters.items()}
+            gauges = {name: list(series.items()) for name, series in self._gauges.items()}
+            histograms = {
+                name: [(labels, one.total, tuple(one.counts)) for labels, one in series.items()]
+                for name, series in self._histograms.items()
+            }
+        for definition in definitions:
+            name, labels, text = definition.name, definition.labels, definition.help
+            if definition.kind == "counter":
+                counter = CounterMetricFamily(name, text, labels=labels)
+                for values, value in counters.get(name, ()):
+                    counter.add_metric(values, value)
+                yield counter
+            elif definition.kind == "gauge":
+                gauge = GaugeMetricFamily(name, text, labels=labels)
+                for values, (_, value) in gauges.get(name, ()):
+                    gauge.add_metric(values, value)
+                yield gauge
+            else:
+                histogram = HistogramMetricFamily(name, text, labels=labels)
+                for values, total, counts in histograms.get(name, ()):
+                    histogram.add_metric(values, _cumulative(definition.buckets, counts), total)
+                yield histogram
 
 
 class _Collector(Collector):
@@ -293,13 +306,14 @@ class _Buckets:
         self.total = 0.0
         self.counts = [0] * len(self.counts)
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        rows, count = [], 0
-        bounds = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
-        for bound, more in zip(bounds, self.counts, strict=True):
-            count += more
-            rows.append((bound, float(count)))
-        return rows
+
+def _cumulative(bounds: tuple[float, ...], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Rows of a histogram as Prometheus has them: observations up to each bound."""
+    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    return [
+        (name, float(count))
+        for name, count in zip(names, itertools.accumulate(counts), strict=True)
+    ]
 
 
 def _definition(

@@ -49,11 +49,16 @@ class Breaker:
         """When a trial is next allowed; None while closed."""
         return self._until
 
+    def would_allow(self, now: float) -> bool:
+        """Whether a call may start now; asking does not start the trial."""
+        # Timers fire a little early.
+        return self._until is None or now >= self._until - 0.001
+
     def allow(self, now: float) -> bool:
         """Whether a call may start now; the first one after the open time is the trial."""
         if self._until is None:
             return True
-        if now < self._until or self._trial:
+        if now < self._until - 0.001 or self._trial:
             return False
         self._trial = True
         return True

@@ -47,6 +47,8 @@ class FindJob:
         Done when nobody waits for the job any more.
     post : callable
         Takes messages for the owner.
+    presence_seconds : float
+        Time of one tier to say what it has; a hung one must not use up the request's patience.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class FindJob:
         lanes: Sequence[Lane],
         stop: asyncio.Future[None],
         post: Callable[[m.ToOwner], None],
+        presence_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._message = message
@@ -63,6 +66,7 @@ class FindJob:
         self._lanes = lanes
         self._stop = stop
         self._post = post
+        self._presence_seconds = presence_seconds
         self._clock = clock
         n = len(message.keys)
         self._state = bytearray(n)
@@ -123,9 +127,9 @@ class FindJob:
         ]
         return min(cursors, default=None)
 
-    def _context(self) -> TierContext:
+    def _context(self, seconds: float) -> TierContext:
         return TierContext(
-            deadline=self._message.deadline,
+            deadline=min(self._message.deadline, self._clock() + seconds),
             request_id=self._message.request_id,
             peer=self._message.peer,
             windowed=self._message.windowed,
@@ -139,7 +143,9 @@ class FindJob:
             if state == UNKNOWN and self._cursor[i] == position
         ]
         answer = await lane.exists(
-            [self._message.keys[i] for i in asked], self._context(), self._stop
+            [self._message.keys[i] for i in asked],
+            self._context(min(lane.config.load_seconds, self._presence_seconds)),
+            self._stop,
         )
         if isinstance(answer, Outcome):
             for i in asked:
@@ -249,7 +255,9 @@ class FindJob:
     async def _load(self, positions: list[int], items: list[Slot]) -> None:
         tier = self._message.tiers[self._cursor[positions[0]]]
         lane = self._lanes[tier]
-        outcomes, settled = await lane.load(items, self._context(), self._stop)
+        outcomes, settled = await lane.load(
+            items, self._context(lane.config.load_seconds), self._stop
+        )
         if not settled.done():
             for item in items:
                 self._held[item.slot] = settled
@@ -293,26 +301,25 @@ class FindJob:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""
         wake = self._tasks.start(self._wake.wait(), "wake")
         try:
-            done, _ = await asyncio.wait(
-                {wake, self._stop, *self._loads},
+            waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
+            await asyncio.wait(
+                waits,
                 timeout=max(0.0, self._message.deadline - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
             wake.cancel()
-        self._collect(done)
+        self._collect()
 
-    def _collect(self, done: set[asyncio.Future[Any]]) -> None:
-        for task in done & self._loads:
-            self._loads.discard(task)  # type: ignore[arg-type]  # it came from there
-            if not task.cancelled() and task.exception() is not None:
-                log.error("a load failed inside kvtier", exc_info=task.exception())
+    def _collect(self) -> None:
+        # A load that raised is logged by the task set; its keys are settled at the end.
+        self._loads = {task for task in self._loads if not task.done()}
 
     async def _end(self) -> None:
         # The lanes end their calls at the deadline or on stop, so this is short.
         if self._loads:
-            done, _ = await asyncio.wait(self._loads)
-            self._collect(done)
+            await asyncio.wait(self._loads)
+            self._collect()
         await self._tasks.aclose()
         cause = Outcome.CANCELLED if self._stop.done() else Outcome.TIMEOUT
         failed, outcomes, absent = [], [], []

@@ -50,7 +50,7 @@ class Lane:
     config : Config
     recorder : Recorder
     on_health : callable
-        ``on_health(index, up, cause)`` when reading from the tier starts or stops making sense.
+        ``on_health(index, readable, writable, cause)`` when calls start or stop making sense.
     clock : callable
     """
 
@@ -61,7 +61,7 @@ class Lane:
         tier_config: TierConfig,
         config: Config,
         recorder: Recorder,
-        on_health: Callable[[int, bool, str], None],
+        on_health: Callable[[int, bool, bool, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -117,7 +117,7 @@ class Lane:
                 continue
             self._is_open = True
             log.info("tier %s is up", self.tier.name)
-            self._on_health(self.index, True, "")
+            self._tell()
             return
 
     async def aclose(self, deadline: float) -> None:
@@ -322,9 +322,7 @@ class Lane:
     def _succeeded(self, breaker: Breaker) -> None:
         if breaker.success():
             log.info("tier %s works again", self.tier.name)
-            self._gauge()
-            if breaker is self._read:
-                self._on_health(self.index, True, "")
+            self._tell()
 
     def _failed(self, breaker: Breaker, cause: str) -> None:
         if not breaker.failure(self._clock(), cause):
@@ -332,15 +330,22 @@ class Lane:
         direction = "reads" if breaker is self._read else "writes"
         log.warning("tier %s: breaker for %s opens: %s", self.tier.name, direction, cause)
         self._recorder.add("kvtier_breaker_opened_total", 1, (self.tier.name,))
+        self._tell()
+        until = breaker.until
+        assert until is not None
+        # The owner sends something again only when told; the trial is the next real call.
+        asyncio.get_running_loop().call_later(until - self._clock(), self._tell)
+
+    def _tell(self) -> None:
+        """Tell the owner which directions it may use."""
+        now = self._clock()
         self._gauge()
-        if breaker is self._read:
-            self._on_health(self.index, False, cause)
-            until = breaker.until
-            assert until is not None
-            # The owner asks again only when told; the trial itself is the next real call.
-            asyncio.get_running_loop().call_later(
-                until - self._clock(), self._on_health, self.index, True, ""
-            )
+        self._on_health(
+            self.index,
+            self._is_open and self._read.would_allow(now),
+            self._is_open and self._write.would_allow(now),
+            self._read.cause or self._write.cause,
+        )
 
     def _gauge(self) -> None:
         worst = max(breaker.state for breaker in (self._read, self._write))

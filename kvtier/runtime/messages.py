@@ -127,10 +127,11 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Health(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A tier's breaker has changed."""
+    """Whether reading from and writing to a tier make sense has changed."""
 
     tier: int
-    up: bool
+    readable: bool
+    writable: bool
     cause: str
 
 

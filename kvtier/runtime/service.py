@@ -108,7 +108,7 @@ class Memory:
         lengths = np.array([item.length for item in items], dtype=np.int64)
         loop = asyncio.get_running_loop()
         crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
-        return crcs.tolist()
+        return [int(crc) for crc in crcs]
 
     def close(self) -> None:
         """End the checksum threads."""
@@ -277,7 +277,15 @@ class TierService:
         match message:
             case m.Find():
                 job = self._start_job(message.job)
-                job.find = FindJob(message, self._memory, self._lanes, job.stop, self._post)
+                job.find = FindJob(
+                    message,
+                    self._memory,
+                    self._lanes,
+                    job.stop,
+                    self._post,
+                    self._config.lookup_timeout_seconds / 2,
+                    self._clock,
+                )
                 job.task = self._tasks.start(
                     self._run_job(message.job, job.find.run()), f"find-{message.job}"
                 )
@@ -300,10 +308,11 @@ class TierService:
                     found.stop.set_result(None)
             case m.Reset():
                 await self._stop_jobs()
-                for lane in self._lanes:
-                    await lane.aclose(self._clock() + 1.0)
-                self._namespace = message.namespace
-                await self._open()
+                if message.namespace != self._namespace:
+                    for lane in self._lanes:
+                        await lane.aclose(self._clock() + 1.0)
+                    self._namespace = message.namespace
+                    await self._open()
                 self._post(m.ResetDone())
             case m.Audit():
                 self._emit_samples()
@@ -353,7 +362,10 @@ class TierService:
                     self._memory.slot(item.key, item.slot, item.generation, item.crc)
                     for item in items
                 ]
-                ctx = TierContext(deadline=message.deadline, request_id=message.request_id)
+                ctx = TierContext(
+                    deadline=min(message.deadline, self._clock() + lane.config.store_seconds),
+                    request_id=message.request_id,
+                )
                 outcomes, calls = await lane.store(copies, ctx, stop)
                 settled.extend(calls)
             finally:
@@ -387,8 +399,8 @@ class TierService:
 
     # --- answers ---
 
-    def _health(self, tier: int, up: bool, cause: str) -> None:
-        self._post(m.Health(tier, up, cause))
+    def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
+        self._post(m.Health(tier, readable, writable, cause))
 
     def _post(self, message: m.ToOwner) -> None:
         # One wake-up of the owner for all that this turn of the loop produces.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,10 @@ from kvtier.host import files
 
 ALLOWED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Children that Python itself starts once and keeps."""
+
+
+# A shared mapping of a region, by its name or by that of a file made without one.
+_REGION_MAP = re.compile(rf"^\S+ ..[^ ]s .*/({files.PREFIX}|#\d+ \(deleted\))")
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -157,9 +162,20 @@ def _regions(directory: str, processes: tuple[str, ...]) -> frozenset[str]:
     for process in processes:
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{process}/fd"):
+                # By inode: a file made without a name goes by "#123 (deleted)" in /proc.
                 with contextlib.suppress(OSError):
-                    held.add(os.readlink(f"/proc/{process}/fd/{fd}"))
-    return frozenset(path for path in paths if path in held or _is_dead(path))
+                    held.add(_inode(f"/proc/{process}/fd/{fd}"))
+    found = set()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if _inode(path) in held or _is_dead(path):
+                found.add(path)
+    return frozenset(found)
+
+
+def _inode(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _is_dead(path: str) -> bool:
@@ -178,4 +194,4 @@ def _is_dead(path: str) -> bool:
 
 def _mappings() -> int:
     with open("/proc/self/maps") as file:
-        return sum(f"/{files.PREFIX}" in line for line in file)
+        return sum(_REGION_MAP.search(line) is not None for line in file)

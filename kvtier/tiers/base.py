@@ -7,6 +7,7 @@ Everything here runs on the service's loop, never on the scheduler's thread.
 from __future__ import annotations
 
 import abc
+import builtins
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Tier(abc.ABC):
     """"CPU" or "STORAGE", as in vLLM's events and tier filters."""
     locality: str = "LOCAL"
     """"LOCAL" or "REMOTE"."""
-    options_type: ClassVar[type[msgspec.Struct]]
+    options_type: ClassVar[builtins.type[msgspec.Struct]]
     """Frozen struct with the tier's own configuration keys."""
     private: ClassVar[bool] = False
     """Only this instance writes here, so that absence can be known without asking."""

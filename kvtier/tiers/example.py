@@ -8,13 +8,14 @@ it needs no lock; a tier that does I/O would hand its calls to threads or socket
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import msgspec
 
-from kvtier.obs.events import Event
+from kvtier.obs.events import Event, Operation
 from kvtier.options import Bytes
 from kvtier.tiers.base import Slot, Tier, TierContext, TierEnv
 from kvtier.types import Outcome, Presence, key_group
@@ -37,7 +38,7 @@ class ExampleTier(Tier):
 
     type: ClassVar[str] = "example"
     medium: ClassVar[str] = "CPU"
-    options_type: ClassVar[type[msgspec.Struct]] = ExampleOptions
+    options_type: ClassVar[builtins.type[msgspec.Struct]] = ExampleOptions
     private: ClassVar[bool] = True
 
     def __init__(self, name: str, options: ExampleOptions, env: TierEnv) -> None:
@@ -119,10 +120,10 @@ class ExampleTier(Tier):
         self.env.recorder.set("kvtier_tier_chunks", len(self._chunks), labels)
         self.env.recorder.set("kvtier_tier_capacity_bytes", self.options.capacity_bytes, labels)
 
-    def _tell(self, operation: str, key: bytes, length: int) -> None:
+    def _tell(self, operation: Operation, key: bytes, length: int) -> None:
         self.env.emit(
             Event(
-                operation,  # type: ignore[arg-type]  # one of its literals
+                operation,
                 key,
                 key_group(key),
                 source=self.name,

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that vLLM loads: ``spec_name: KVTierOffloadingSpec``, ``spec_module_path: kvtier.vllm.spec``.
+
+vLLM makes one object in every worker and one more for the scheduler, the workers' first. Only a
+worker sees tensors, mappings and vLLM's configuration, so it creates the region and computes its
+geometry and namespace; the manager attaches and reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.config import get_current_vllm_config
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from kvtier.errors import ConfigError
+from kvtier.host.region import Region
+from kvtier.types import make_geometry
+from kvtier.vllm.identity import namespace_fields
+from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.pages import build_pages
+from kvtier.vllm.worker import TransferWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = logging.getLogger("vllm.kvtier.spec")
+
+START_SECONDS = 30.0
+
+
+def region_name(engine_id: str) -> str:
+    """Name of the region of one engine; manager and workers derive it from the same id."""
+    return f"kvtier-{engine_id}"
+
+
+def window_chunks(vllm_config: VllmConfig, layer_name: str, chunk_tokens: int) -> int | None:
+    """Chunks that one request needs of a windowed group; None for full attention."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    spec = layer.get_kv_cache_spec(vllm_config) if layer is not None else None
+    if isinstance(spec, SlidingWindowSpec):
+        return -(-spec.sliding_window // chunk_tokens)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return -(-spec.attention_chunk_size // chunk_tokens)
+    if isinstance(spec, MambaSpec):
+        return 1
+    return None
+
+
+class KVTierOffloadingSpec(OffloadingSpec):
+    """Entry point of kvtier in vLLM's ``OffloadingConnector``.
+
+    Parameters
+    ----------
+    config : OffloadingConfig
+        ``extra_config`` holds ``cpu_bytes_to_use``: bytes of host memory of this engine, all ranks
+        together.
+
+    Raises
+    ------
+    ConfigError
+        If ``cpu_bytes_to_use`` is missing or not a positive number of bytes.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        given = config.extra_config.get("cpu_bytes_to_use")
+        if isinstance(given, bool) or not isinstance(given, int | float) or given < 1:
+            raise ConfigError(
+                "kv_connector_extra_config needs cpu_bytes_to_use, the bytes of host memory for "
+                f"KV chunks, got {given!r}"
+            )
+        self.capacity_bytes = int(given)
+        self.region_name = region_name(config.engine_id)
+        self.shm_directory = str(config.extra_config.get("shm_directory", "/dev/shm"))
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Create the region, or join it, and sign with this rank."""
+        config = self.config
+        vllm_config = get_current_vllm_config()
+        windows = tuple(
+            window_chunks(
+                vllm_config,
+                group.layer_names[0],
+                group.tokens_per_block * config.cache.blocks_per_chunk,
+            )
+            for group in config.groups
+        )
+        pages = build_pages(config, kv_caches, windows)
+        try:
+            geometry = make_geometry(pages.groups, self.capacity_bytes)
+        except ValueError as exc:
+            raise ConfigError(f"cpu_bytes_to_use is too small: {exc}") from exc
+        fields = namespace_fields(config, vllm_config, pages, config.engine_id)
+        parallel = config.parallel
+        region = Region.create(
+            self.region_name,
+            geometry,
+            fields,
+            parallel.world_size,
+            directory=self.shm_directory,
+            timeout_seconds=START_SECONDS,
+        )
+        region.sign(parallel.rank)
+        if region.is_creator:
+            # The manager sees the slots that have memory by now, and more with each step.
+            region.populate(lambda available: None)
+        worker = TransferWorker(region, pages, parallel.rank)
+        logger.info(
+            "kvtier: rank %d of %d signed region %s: %d slots of %d bytes, payload by group %s, %s",
+            parallel.rank,
+            parallel.world_size,
+            self.region_name,
+            geometry.num_slots,
+            geometry.slot_bytes,
+            geometry.payload_bytes,
+            "portable" if pages.portable else "bound to this topology",
+        )
+        return worker
+
+    def get_manager(self) -> OffloadingManager:
+        """Attach to the region that the workers made."""
+        region = Region.attach(
+            self.region_name, directory=self.shm_directory, timeout_seconds=START_SECONDS
+        )
+        manager = KVTierManager(region)
+        logger.info(
+            "kvtier: manager attached to region %s: %d slots, namespace %s",
+            self.region_name,
+            region.geometry.num_slots,
+            dict(region.namespace),
+        )
+        return manager

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that are made from tables in the code; ``python -m tests.pages`` writes them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kvtier.obs.metrics import METRICS
+from kvtier.types import Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
+
+_OUTCOMES = {
+    Outcome.DONE: "the chunk is where it should be",
+    Outcome.EXISTS: "the tier had it already",
+    Outcome.MISSING: "the tier does not have it: a miss",
+    Outcome.DROPPED: "not admitted: bound, capacity, filter or open breaker",
+    Outcome.CANCELLED: "its request or the service ended first",
+    Outcome.TIMEOUT: "no end by its deadline",
+    Outcome.CORRUPT: "bytes or metadata differ from what was stored",
+    Outcome.FULL: "no space: ENOSPC, EDQUOT, or a capacity without a victim",
+    Outcome.READ_ONLY: "EROFS",
+    Outcome.DENIED: "EACCES, EPERM, 403",
+    Outcome.NO_HANDLES: "EMFILE, ENFILE",
+    Outcome.STALE: "ESTALE",
+    Outcome.IO: "EIO, and every other error of the medium",
+    Outcome.LOST: "the tier, its peer or the service is gone",
+    Outcome.INTERNAL: "a bug, in kvtier or in an out-of-tree tier",
+}
+
+_HEAD = """\
+# Metrics
+
+kvtier serves these at its own port (`metrics.port`, page `/metrics`), in Prometheus' text format;
+`/healthz` beside it has one line for all and one JSON object a tier. Inside vLLM the same table
+goes to vLLM's endpoint as well. Values are in base units: seconds, bytes, ratios from 0 to 1. The
+tier `host` is host memory, `device` the accelerator. A gauge that nobody has set yet is absent,
+not 0. Made from `kvtier/obs/table.py` by `python -m tests.pages`.
+
+Useful questions:
+
+- Hit rate in tokens: `rate(kvtier_hit_tokens_total[5m]) / rate(kvtier_query_tokens_total[5m])`
+- Share of chunks that only a slower tier had:
+  `sum by (tier) (rate(kvtier_lookup_chunks_total{result="hit"}[5m]))`
+- Is anything failing:
+  `rate(kvtier_chunks_total{outcome!~"done|exists|missing|dropped|cancelled"}[5m]) > 0`
+- Is host memory too small: `rate(kvtier_evicted_unsaved_total[5m]) > 0`
+- 99th percentile of a load:
+  `histogram_quantile(0.99, rate(kvtier_transfer_seconds_bucket{direction="load"}[5m]))`
+"""
+
+
+def metrics_page() -> str:
+    """``docs/metrics.md``."""
+    lines = [_HEAD, "| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for definition in METRICS:
+        labels = ", ".join(definition.labels)
+        lines.append(f"| `{definition.name}` | {definition.kind} | {labels} | {definition.help} |")
+    lines += ["", "## Outcomes", "", "Values of the label `outcome`.", ""]
+    lines += ["| outcome | meaning | failure |", "| --- | --- | --- |"]
+    for outcome in Outcome:
+        failure = "yes" if outcome.failed else "no"
+        lines.append(f"| `{outcome.name.lower()}` | {_OUTCOMES[outcome]} | {failure} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    METRICS_PAGE.write_text(metrics_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in a child process, driven by requests over a socket pair.
+
+The child holds vLLM, torch and all their threads, so pytest's own process stays clean, and one
+engine can serve many cases. One JSON line a request, one a reply; vLLM's log goes to a file.
+Every request has a time limit, after which the whole process group is killed and the log's tail
+stands in the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 240.0
+CALL_SECONDS = 120.0
+TAIL_BYTES = 6000
+
+
+class EngineError(Exception):
+    """The engine answered with an error, died or took too long."""
+
+
+class Engine:
+    """One running engine; a context manager."""
+
+    def __init__(self, log: Path, environment: dict[str, str] | None = None) -> None:
+        self.log = log
+        ours, theirs = socket.socketpair()
+        ours.settimeout(CALL_SECONDS)
+        env = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+        env |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_COLOR": "0",
+        }
+        env |= environment or {}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.engine", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=env,
+                process_group=0,
+                cwd=Path(__file__).parents[2],
+            )
+        theirs.close()
+        self._socket = ours
+        self._file = ours.makefile("rwb")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self, **options: Any) -> dict[str, Any]:
+        """Make the engine; see ``Host.start``."""
+        return self.call("start", START_SECONDS, **options)
+
+    def call(self, method: str, seconds: float = CALL_SECONDS, **arguments: Any) -> Any:
+        """Run one method of ``Host`` in the child.
+
+        Raises
+        ------
+        EngineError
+            With the end of vLLM's log.
+        """
+        self._socket.settimeout(seconds)
+        try:
+            self._file.write(json.dumps([method, arguments]).encode() + b"\n")
+            self._file.flush()
+            line = self._file.readline()
+        except OSError as exc:
+            self.kill()
+            raise EngineError(f"{method}: {exc!r}\n{self.tail()}") from exc
+        if not line:
+            code = self.process.wait(timeout=30)
+            raise EngineError(f"{method}: engine ended with {code}\n{self.tail()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise EngineError(f"{method}: {reply['error']}\n{self.tail()}")
+        return reply["result"]
+
+    def tail(self) -> str:
+        """The end of vLLM's log."""
+        return self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL to the engine and everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+    def close(self) -> None:
+        """End the engine in its own way; kill it if it takes too long."""
+        if self.process.poll() is None:
+            try:
+                self.call("stop", 60.0)
+                self._socket.shutdown(socket.SHUT_WR)
+                self.process.wait(timeout=60)
+            finally:
+                self.kill()
+        self._file.close()
+        self._socket.close()
+
+
+class Host:
+    """The child's side: one vLLM engine and the methods that tests call."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+
+    def start(
+        self,
+        model: str,
+        tp: int = 1,
+        blocks: int = 64,
+        extra: dict[str, Any] | None = None,
+        block_size: int | None = None,
+        engine_id: str | None = None,
+        **engine_args: Any,
+    ) -> dict[str, Any]:
+        """Start vLLM; `extra` is ``kv_connector_extra_config``, None leaves offloading out."""
+        # lazy: the parent imports this module too, and must not load vLLM.
+        from vllm import LLM
+
+        arguments: dict[str, Any] = {
+            "model": model,
+            "tensor_parallel_size": tp,
+            "num_gpu_blocks_override": blocks,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": 3456,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 8192,
+            "seed": 0,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "tests.vllm.probe.Probe",
+        }
+        if block_size is not None:
+            arguments["block_size"] = block_size
+        if extra is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "spec_name": "KVTierOffloadingSpec",
+                    "spec_module_path": "kvtier.vllm.spec",
+                    **extra,
+                },
+            } | ({"engine_id": engine_id} if engine_id else {})
+        self.llm = LLM(**(arguments | engine_args))
+        config = self.llm.llm_engine.vllm_config.cache_config
+        return {"block_size": config.block_size, "pid": os.getpid()}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8) -> list[dict[str, Any]]:
+        """Run prompts together, greedily."""
+        from vllm import SamplingParams  # lazy: see start
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=max_tokens,
+                logprobs=1,
+                detokenize=False,
+                ignore_eos=True,
+            ),
+            use_tqdm=False,
+        )
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "logprob": output.outputs[0].cumulative_logprob,
+                "cached": output.num_cached_tokens,
+            }
+            for output in outputs
+        ]
+
+    def reset(self, connector: bool = False) -> bool:
+        """Empty the device's prefix cache, and kvtier's with `connector`."""
+        return bool(self.llm.llm_engine.reset_prefix_cache(False, connector))
+
+    def rpc(self, name: str, arguments: list[Any] | None = None) -> list[Any]:
+        """A method of the probe on every rank."""
+        return list(self.llm.collective_rpc(name, timeout=60, args=tuple(arguments or ())))
+
+    def manager(self) -> dict[str, Any]:
+        """Counters of the manager; only where the engine core runs in this process."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        manager = core.scheduler.connector.connector_scheduler.manager
+        return {
+            "committed": manager.committed_chunks,
+            "failed": manager.failed_chunks,
+            "evicted": manager.evicted_chunks,
+            "in_flight": len(manager._writes) + len(manager._loads),
+            "left": len(manager._left_writes) + len(manager._left_loads),
+            "ready": manager.index.num_ready,
+            "free": manager.index.num_free,
+            "writing": manager.index.num_writing,
+            "orphans": manager.index.num_orphans,
+            "capacity": manager.index.capacity,
+        }
+
+    def stop(self) -> None:
+        """Shut vLLM down as a program does that has finished with it."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+
+
+def serve(fd: int) -> None:
+    """Answer requests until the parent closes its end."""
+    connection = socket.socket(fileno=fd)
+    # vLLM's workers must not keep the parent's socket open.
+    connection.set_inheritable(False)
+    file = connection.makefile("rwb")
+    host = Host()
+    for line in file:
+        method, arguments = json.loads(line)
+        try:
+            reply = {"result": getattr(host, method)(**arguments)}
+        except Exception as exc:  # noqa: BLE001 - carried to the test, which raises it
+            import traceback
+
+            traceback.print_exc()
+            reply = {"error": repr(exc)}
+        file.write(json.dumps(reply).encode() + b"\n")
+        file.flush()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that the tests add to vLLM's worker (``worker_extension_cls``): look at KV, damage slots.
+
+Runs inside the worker process, called through ``collective_rpc``. Its only way to the accelerator's
+blocks is the tensor that vLLM registered, never a copy plan, so it can judge the plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+
+
+class Probe:
+    """Mixed into vLLM's worker class; names carry a prefix, since a clash is refused."""
+
+    def kvt_worker(self) -> Any:
+        """The kvtier worker of this rank."""
+        # lazy: only inside a vLLM worker.
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().connector_worker.worker
+
+    def kvt_state(self) -> dict[str, Any]:
+        """Counters and geometry of this rank."""
+        worker = self.kvt_worker()
+        geometry = worker.region.geometry
+        return {
+            "pid": os.getpid(),
+            "rank": worker.rank,
+            "stored_chunks": worker.stored_chunks,
+            "loaded_chunks": worker.loaded_chunks,
+            "failed_chunks": worker.failed_chunks,
+            "finished": worker.region.finished(worker.rank),
+            "num_slots": geometry.num_slots,
+            "payload_bytes": list(geometry.payload_bytes),
+            "block_bytes": [group.block_bytes for group in geometry.groups],
+            "windows": [group.window_chunks for group in geometry.groups],
+            "portable": worker.pages.portable,
+            "copy_cpus": sorted(worker._pool.submit(os.sched_getaffinity, 0).result(timeout=10)),
+            "main_cpus": sorted(os.sched_getaffinity(0)),
+        }
+
+    def kvt_digests(self, group: int) -> list[str]:
+        """Digest of each accelerator block over all layers of `group`."""
+        caches = self.kvt_worker().pages.caches
+        pages = [
+            (caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes)
+            for ref in caches.group_data_refs[group]
+        ]
+        digests = []
+        for block in range(pages[0][0].shape[0]):
+            digest = hashlib.sha256()
+            for tensor, size in pages:
+                digest.update(tensor[block, :size].contiguous().numpy().tobytes())
+            digests.append(digest.hexdigest())
+        return digests
+
+    def kvt_host_digests(self) -> list[str]:
+        """Digest, as ``kvt_digests`` takes it, of this rank's heads of each block in host memory.
+
+        Only for one group of full attention whose heads are split evenly over the ranks. Derived
+        from the canonical layout's definition alone: a page is head after head, so the heads of a
+        rank lie together.
+        """
+        worker = self.kvt_worker()
+        region = worker.region
+        (group,) = region.geometry.groups
+        digests = []
+        for slot in range(region.available_slots):
+            payload = region.slot_view(slot, group.payload_bytes)
+            for block in range(group.blocks_per_chunk):
+                digest = hashlib.sha256()
+                for page in group.pages:
+                    local = page.size_bytes // region.ranks
+                    start = block * group.block_bytes + page.offset_bytes + worker.rank * local
+                    digest.update(payload[start : start + local])
+                digests.append(digest.hexdigest())
+        return digests
+
+    def kvt_damage(self, kind: str, parts: int, rank: int) -> int:
+        """Damage every slot of the region alike, done by one rank; returns how many slots.
+
+        ``flip``: one bit in the middle of each page. ``heads``: the first two of `parts` equal parts
+        of each page change places. ``layers``: the first two pages of each block change places.
+        """
+        worker = self.kvt_worker()
+        region = worker.region
+        if worker.rank != rank:
+            return 0
+        (group,) = region.geometry.groups
+        for slot in range(region.available_slots):
+            payload = np.frombuffer(region.slot_view(slot, group.payload_bytes), dtype=np.uint8)
+            for block in range(group.blocks_per_chunk):
+                start = block * group.block_bytes
+                pages = [
+                    payload[start + page.offset_bytes :][: page.size_bytes] for page in group.pages
+                ]
+                if kind == "flip":
+                    # The top exponent bit of one bfloat16: a big change of one value.
+                    pages[0][len(pages[0]) // 2 + 1] ^= 0x40
+                elif kind == "heads":
+                    for page in pages:
+                        tile = len(page) // parts
+                        first = page[:tile].copy()
+                        page[:tile] = page[tile : 2 * tile]
+                        page[tile : 2 * tile] = first
+                elif kind == "layers":
+                    first = pages[0].copy()
+                    pages[0][:] = pages[1]
+                    pages[1][:] = first
+                else:
+                    raise ValueError(kind)
+        return region.available_slots
