@@ -13,7 +13,7 @@ from kvtier.bench.drivers import EngineLike, RegionLike
 from kvtier.bench.results import EngineCounts
 from kvtier.config import parse
 from kvtier.engine.engine import EngineStats, open_engine
-from kvtier.types import Geometry
+from kvtier.types import Geometry, Outcome
 
 STRATEGIES = ("none", "host", "host+fs")
 
@@ -62,6 +62,12 @@ class KVTierOpener:
         return engine, region
 
 
+def _is_failure(cause: str) -> bool:
+    """Whether something broke; a cancelled job of a request that has ended is no failure."""
+    name = cause.upper()
+    return name not in Outcome.__members__ or Outcome[name].failed
+
+
 def engine_counts(stats: EngineStats) -> EngineCounts:
     """kvtier's counters, as far as the report shows them."""
     return EngineCounts(
@@ -69,5 +75,5 @@ def engine_counts(stats: EngineStats) -> EngineCounts:
         stored_bytes=stats.stored_bytes,
         evicted=stats.evicted,
         evicted_unsaved=stats.evicted_unsaved,
-        failures=stats.failures,
+        failures={cause: n for cause, n in stats.failures.items() if _is_failure(cause)},
     )
