@@ -20,12 +20,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._core.index import Index, Reservation
-from kvtier._core.slots import SlotTable
+from kvtier._core.index import Reservation
 from kvtier.config import Config
 from kvtier.engine.planner import Planner, TierState
-from kvtier.engine.requests import Request
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
+from kvtier.host.cache import HostCache
 from kvtier.host.region import Region, sweep
 from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch, with_epoch
 from kvtier.obs.events import Event, EventBus, Operation
@@ -104,18 +103,19 @@ class Engine:
         self._publisher: Publisher | None = None
         self._clock = clock
         self._recorder = Recorder()
-        self._slots = SlotTable(region.records, region.table, self.geometry.num_slots)
-        self._index = Index(
-            self._slots,
-            self.geometry.payload_bytes,
+        self.cache = HostCache(
+            region.records,
+            region.table,
+            self.geometry,
             policy=config.policy,
             track_unsaved=bool(config.tiers),
         )
+        self._index = self.cache.index
         self._carrier = carrier if carrier is not None else self._make_carrier()
         self._tiers = self._tier_states()
         self._planner = Planner(
             self._index,
-            self._slots,
+            self.cache.slots,
             self.geometry,
             config,
             self._tiers,
@@ -668,6 +668,7 @@ class Engine:
     def check(self) -> None:
         """Walk all invariants of section 11 that one process can see; InternalError otherwise."""
         self._index.check()
+        self.cache.usage()
         planner = self._planner
         held = sum(len(request.held) for request in planner.requests.values())
         if held != planner.held:

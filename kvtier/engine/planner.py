@@ -41,8 +41,8 @@ class TierState:
 
     __slots__ = (
         "backlog",
-        "cause",
         "bound_bytes",
+        "cause",
         "config",
         "inflight_bytes",
         "locality",

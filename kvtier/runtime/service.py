@@ -3,8 +3,8 @@
 
 Runs on an asyncio loop of its own, in a thread or in a child process (``runtime.thread``,
 ``runtime.child``); both hand it the same messages. Owns one lane a tier and one task a job.
-Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a pin
-goes back only when no call touches the slot any more.
+Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a
+pin goes back only when no call touches the slot any more.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class TierService:
         for lane in self._lanes:
             try:
                 await lane.aclose(deadline)
-            except Exception as exc:  # noqa: BLE001 - reported to the owner, who closes anyway
+            except Exception as exc:
                 log.error("tier %s failed to close", lane.tier.name, exc_info=exc)
                 errors.append(f"{lane.tier.name}: {exc}")
         await self._tasks.aclose()

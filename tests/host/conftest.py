@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import tests.host.fallback  # noqa: F401 (before the region: sizes of the key table)
 from tests.parts import ROOT
 
 WAIT_SECONDS = 60
