@@ -254,7 +254,7 @@ async def presence(folder: str, args: argparse.Namespace) -> list[Case]:
             "os.path.exists of absent names" if peer is None else "vLLM fs tier",
             Pairs(tuple(ours), tuple(reference)),
             scale=1e3,
-            target=None if peer is None else 0.25,
+            target=None if peer is None else 4.0,
         )
     ]
 

@@ -30,11 +30,12 @@ class Case(msgspec.Struct, frozen=True):
     """Name of the floor or peer."""
     reference_value: float
     ratio: float
-    """Median over the pairs of value / reference."""
+    """Median over the pairs: how many times better the value is (a rate: value / reference, a time:
+    reference / value)."""
     spread: tuple[float, float]
     """Lowest and highest ratio of the middle half of the pairs."""
     target: float | None = None
-    """What the ratio is meant to reach, at least (rates) or at most (times)."""
+    """What the ratio is meant to reach at least."""
 
 
 class Pairs(msgspec.Struct, frozen=True):
@@ -128,7 +129,7 @@ def time_case(
     target: float | None = None,
 ) -> Case:
     """A time (less is better): seconds times `scale` for each of `per_call` operations a call."""
-    ratios = sorted(1 / speedup for speedup in pairs.speedups())
+    ratios = pairs.speedups()
     low, high = _middle_half(ratios)
     return Case(
         case=case,

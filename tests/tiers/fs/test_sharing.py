@@ -14,7 +14,7 @@ import pytest
 
 from kvtier._core import fileio
 from kvtier.errors import ConfigError
-from kvtier.namespace import digest
+from kvtier.namespace import namespace_digest as digest
 from kvtier.testing.contract import chunk
 from kvtier.tiers.fs import naming
 from kvtier.types import Outcome, make_key
