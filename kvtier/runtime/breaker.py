@@ -2,7 +2,8 @@
 """Circuit breaker of one direction of one tier. Pure: the caller brings the time.
 
 Closed until `failures` calls in a row have failed; then open for a time that doubles with each
-failed trial, up to a minute (or the first time, if that is longer); then half-open, in which one call is let through as the trial.
+failed trial, up to a minute (or the first time, if that is longer); then half-open, in which one
+call is let through as the trial.
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ class Lane:
             cause = str(call.error) or type(call.error).__name__
             if not isinstance(call.error, TierLostError | OSError):
                 log.error("tier %s failed to open", self.tier.name, exc_info=call.error)
-        self._reopener = self._tasks.start(
-            self._reopen(call.settled), f"reopen-{self.tier.name}"
-        )
+        self._reopener = self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
     async def _reopen(self, settled: asyncio.Future[Any]) -> None:
