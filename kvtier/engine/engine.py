@@ -47,6 +47,8 @@ START_SECONDS = 10.0
 METRICS_SECONDS = 0.5
 RESTART_SECONDS = 0.5
 MAX_RESTART_SECONDS = 30.0
+STABLE_SECONDS = 300.0
+"""A service that lived this long starts again without a longer pause."""
 
 READY = 2
 
@@ -128,6 +130,7 @@ class Engine:
         self._now = clock()
         self._metrics_at = 0.0
         self._restarts = 0
+        self._started_at = self._now
         self._restart_at: float | None = None
         self._restarter: threading.Thread | None = None
         self._service_up = False
@@ -359,7 +362,8 @@ class Engine:
 
     def source(self, key: bytes, context: RequestContext) -> str:
         """Name of the tier that a request's chunk came from; "host" if it was there."""
-        tier = self._planner.request(context).sources.get(key)
+        request = self._planner.requests.get(context.request_id)
+        tier = None if request is None else request.sources.get(key)
         return "host" if tier is None else self._tiers[tier].name
 
     # --- transfers of the accelerator ---
@@ -471,7 +475,10 @@ class Engine:
         if not planner.out:
             return
         out, planner.out = planner.out, []
-        if self._carrier is None or not self._service_up or not self._carrier.send(out):
+        if self._carrier is None or not self._service_up:
+            planner.undeliverable(out)
+        elif not self._carrier.send(out):
+            self._recorder.add("kvtier_service_overload_total", 1)
             planner.undeliverable(out)
 
     def _grow(self) -> None:
@@ -499,7 +506,10 @@ class Engine:
         for message in self._carrier.receive():
             self._take(message)
         self._service_up = False
-        pause = min(RESTART_SECONDS * 2**self._restarts, MAX_RESTART_SECONDS)
+        if self._now - self._started_at > STABLE_SECONDS:
+            self._restarts = 0
+        # The exponent is bounded: 2**1024 is no float, and a night has that many restarts.
+        pause = min(RESTART_SECONDS * 2 ** min(self._restarts, 30), MAX_RESTART_SECONDS)
         self._restarts += 1
         self._restart_at = self._now + pause
         log.error("the tier service has died; starting another in %.1f seconds", pause)
@@ -518,6 +528,7 @@ class Engine:
                 self._take(message)
             self._service_up = self._carrier.alive
             if self._service_up:
+                self._started_at = self._now
                 self._recorder.set("kvtier_service_up", 1.0)
             else:
                 self._restart_at = self._now + MAX_RESTART_SECONDS

@@ -10,6 +10,7 @@ Invariants: a lent slot is in exactly one ``FindRecord.lent``; a held pin in exa
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,6 +29,13 @@ from kvtier.runtime import messages as m
 from kvtier.types import Geometry, Lookup, Outcome, RequestContext, TierMatch, key_group
 
 log = logging.getLogger(__name__)
+
+MAX_TRIES = 10
+"""How often a tier may refuse a chunk before it is not offered there again."""
+
+RETRY_SECONDS = 0.1
+MAX_RETRY_SECONDS = 30.0
+"""Pause after the first refusal, doubled with each further one."""
 
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
@@ -49,6 +57,8 @@ class TierState:
         "medium",
         "name",
         "readable",
+        "refused",
+        "retry_at",
         "writable",
     )
 
@@ -66,6 +76,11 @@ class TierState:
         self.bound_bytes = bound_bytes
         self.backlog: deque[bytes] = deque(maxlen=capacity)
         """Chunks put off at the bound; offered again as it allows."""
+        self.refused: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        """Chunks the tier did not take: how often, and when it is asked again (then they are in
+        the backlog as well). Bounded like the backlog."""
+        self.retry_at = math.inf
+        """When the first of them is due."""
 
     def admits(self, key: bytes, request: Request | None) -> bool:
         """Whether the tier wants this chunk at all."""
@@ -135,6 +150,8 @@ class Planner:
         self._touched: dict[str, Request] = {}  # requests with hits in this step
         self._waiting: dict[int, FindRecord] = {}  # finds that want slots, oldest first
         self._stored: list[tuple[list[bytes], Request | None]] = []
+        # A reset that the service could not take: without it, it would go on serving what is void.
+        self._unsent_reset: m.Reset | None = None
         self._cleared_to = -1  # position of the clean-up after a dead service; -1: none
 
     # --- requests ---
@@ -339,6 +356,8 @@ class Planner:
             for tiers, batch in batches.items():
                 self._cascade(batch, list(tiers), request, now)
         for i, tier in enumerate(self.tiers):
+            if now >= tier.retry_at:
+                self._offer_refused(tier, now)
             batch = []
             while tier.backlog and tier.writable:
                 key = tier.backlog[0]
@@ -346,6 +365,7 @@ class Planner:
                 if self.index.lookup(key) != 2:
                     # Evicted, reset or dropped meanwhile: this tier never gets it.
                     tier.backlog.popleft()
+                    tier.refused.pop(key, None)
                     self._drop(tier, 1, "bound")
                     continue
                 if not self._fits(tier, length):
@@ -369,6 +389,28 @@ class Planner:
             self._drop(tier, 1, "bound")
         tier.backlog.append(key)
         self._recorder.add("kvtier_deferred_chunks_total", 1, (tier.name,))
+
+    def _offer_refused(self, tier: TierState, now: float) -> None:
+        tier.retry_at = math.inf
+        for key, (tries, due) in tier.refused.items():
+            if now >= due > 0:
+                tier.refused[key] = (tries, 0.0)
+                tier.backlog.append(key)
+            elif due > now:
+                tier.retry_at = min(tier.retry_at, due)
+
+    def _refused(self, tier: TierState, key: bytes, now: float) -> None:
+        """The tier did not take a chunk; while host memory has it there may be a next time."""
+        tries = tier.refused.pop(key, (0, 0.0))[0] + 1
+        if tier.config.backpressure == "drop" or tries >= MAX_TRIES:
+            self._drop(tier, 1, "refused")
+            return
+        if len(tier.refused) == tier.backlog.maxlen:
+            tier.refused.popitem(last=False)
+            self._drop(tier, 1, "bound")
+        pause = min(RETRY_SECONDS * 2 ** (tries - 1), MAX_RETRY_SECONDS)
+        tier.refused[key] = (tries, now + pause)
+        tier.retry_at = min(tier.retry_at, now + pause)
 
     def _drop(self, tier: TierState, chunks: int, reason: str) -> None:
         self._recorder.add("kvtier_dropped_chunks_total", chunks, (tier.name, reason))
@@ -507,7 +549,7 @@ class Planner:
             case m.Ready():
                 self.ready(message)
             case m.ResetDone():
-                self.reset_pending = False
+                self.reset_pending = self._unsent_reset is not None
             case _:
                 raise InternalError(f"the planner got {message!r}")
 
@@ -614,9 +656,9 @@ class Planner:
             for key, outcome in zip(record.keys, message.outcomes, strict=True):
                 if Outcome(outcome).ok:
                     saved.append(key)
+                    tier.refused.pop(key, None)
                 elif Outcome(outcome) in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
-                    # The tier did not take it; while host memory has it there may be a next time.
-                    self._put_off(tier, key)
+                    self._refused(tier, key, now)
             self.index.mark_saved(saved)
             self._emit("stored", saved, "host", tier.name)
         if not record.tiers:
@@ -638,6 +680,9 @@ class Planner:
             self._count(request)
         self._touched.clear()
         self._expire(now)
+        if self._unsent_reset is not None:
+            self.out.append(self._unsent_reset)
+            self._unsent_reset = None
         if self._cleared_to < 0 and not self.reset_pending:
             self._flush_wants(now)
             self._flush_finds(now)
@@ -684,9 +729,10 @@ class Planner:
                 case m.NoMoreSlots() | m.Cancel():
                     # Its find ends by its deadline all the same.
                     continue
+                case m.Reset():
+                    self._unsent_reset = message
                 case _:
                     log.warning("the service does not take %s", type(message).__name__)
-        self._recorder.add("kvtier_service_overload_total", 1)
 
     # --- after the service's end ---
 
@@ -712,7 +758,8 @@ class Planner:
             tier.inflight_bytes = 0
             tier.readable = tier.writable = False
             self._recorder.set("kvtier_tier_up", 0.0, (tier.name,))
-        self.reset_pending = False
+        # What it was told, its successor knows from the start.
+        self.reset_pending = self._unsent_reset is not None
         self._cleared_to = 0
 
     def clear_pins(self, step: int = 65536) -> bool:
@@ -749,6 +796,7 @@ class Planner:
         self._stored.clear()
         for tier in self.tiers:
             tier.backlog.clear()
+            tier.refused.clear()
         for record in self.finds.values():
             if not record.stale:
                 self.lent -= len(record.lent)
@@ -759,7 +807,7 @@ class Planner:
         self._emit("cleared", (), "" if self._config.on_reset == "new_epoch" else "host", None)
         if self.tiers:
             self.reset_pending = True
-            self.out.append(m.Reset(namespace))
+            self._unsent_reset = m.Reset(namespace)
         lent = {slot for record in self.finds.values() for slot in record.lent}
         written = [
             i

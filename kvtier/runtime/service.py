@@ -162,6 +162,7 @@ class TierService:
         self._recorder = Recorder(definitions)
         self._tasks = TaskSet("kvtier-service")
         self._lanes: list[Lane] = []
+        self._left: list[Lane] = []  # closed, but a call into their tier hangs
         self._jobs: dict[int, Job] = {}
         self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
         self._out: list[m.ToOwner] = []
@@ -220,10 +221,24 @@ class TierService:
         fatal: list[bool] = []
         self._lanes = []
         for index, tier_config in enumerate(self._config.tiers):
+            try:
+                tier = make_tier(tier_config, env)
+            except Exception as exc:
+                # The constructor is anybody's code; without its tier there is nothing to run.
+                log.error("tier %s cannot be made", tier_config.name, exc_info=exc)
+                count = len(self._config.tiers)
+                self._post(
+                    m.Ready(
+                        [str(exc) if i == index else "not opened" for i in range(count)],
+                        [i == index for i in range(count)],
+                        os.getpid(),
+                    )
+                )
+                raise
             self._lanes.append(
                 Lane(
                     index,
-                    make_tier(tier_config, env),
+                    tier,
                     tier_config,
                     self._config,
                     self._recorder,
@@ -251,16 +266,28 @@ class TierService:
             await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock()))
 
     async def _close(self, deadline: float) -> str:
-        errors = []
         await self._stop_jobs()
-        for lane in self._lanes:
-            try:
-                await lane.aclose(deadline)
-            except Exception as exc:
-                log.error("tier %s failed to close", lane.tier.name, exc_info=exc)
-                errors.append(f"{lane.tier.name}: {exc}")
+        errors = await self._close_lanes(deadline)
         await self._tasks.aclose()
+        # Nothing may touch the region once this service has said that it is closed.
+        for lane in self._left:
+            await lane.ended()
         return "; ".join(errors)
+
+    async def _close_lanes(self, deadline: float) -> list[str]:
+        """Close all lanes at the same time: a tier that hangs costs the others nothing."""
+        results = await asyncio.gather(
+            *(lane.aclose(deadline) for lane in self._lanes), return_exceptions=True
+        )
+        errors = []
+        self._left = [lane for lane in self._left if lane.tasks]
+        for lane, result in zip(self._lanes, results, strict=True):
+            if isinstance(result, BaseException):
+                log.error("tier %s failed to close", lane.tier.name, exc_info=result)
+                errors.append(f"{lane.tier.name}: {result}")
+            if lane.tasks:
+                self._left.append(lane)
+        return errors
 
     async def _stop_jobs(self) -> None:
         """End every job: its calls are cancelled, its final message goes out."""
@@ -309,8 +336,7 @@ class TierService:
             case m.Reset():
                 await self._stop_jobs()
                 if message.namespace != self._namespace:
-                    for lane in self._lanes:
-                        await lane.aclose(self._clock() + 1.0)
+                    await self._close_lanes(self._clock() + 1.0)
                     self._namespace = message.namespace
                     await self._open()
                 self._post(m.ResetDone())
@@ -318,7 +344,8 @@ class TierService:
                 self._emit_samples()
                 self._post(
                     m.Resources(
-                        tasks=len(self._tasks) + sum(lane.tasks for lane in self._lanes),
+                        tasks=len(self._tasks)
+                        + sum(lane.tasks for lane in (*self._lanes, *self._left)),
                         threads=threading.active_count(),
                         fds=len(os.listdir("/proc/self/fd")),
                         jobs=len(self._jobs),
@@ -350,10 +377,16 @@ class TierService:
             )
         ]
         settled: list[asyncio.Future[Any]] = []
-        left = len(message.tiers)
+        left = set(message.tiers)
+
+        def end(tier: int, outcomes: Sequence[Outcome]) -> None:
+            for item, outcome in zip(items, outcomes, strict=True):
+                if outcome.ok:
+                    slots.mark_saved(item.slot, item.generation)
+            left.discard(tier)
+            self._post(m.Stored(message.job, tier, bytes(outcomes), final=not left))
 
         async def one(tier: int) -> None:
-            nonlocal left
             outcomes = [Outcome.INTERNAL] * len(items)
             try:
                 lane = self._lanes[tier]
@@ -369,16 +402,20 @@ class TierService:
                 outcomes, calls = await lane.store(copies, ctx, stop)
                 settled.extend(calls)
             finally:
-                for item, outcome in zip(items, outcomes, strict=True):
-                    if outcome.ok:
-                        slots.mark_saved(item.slot, item.generation)
-                left -= 1
-                self._post(m.Stored(message.job, tier, bytes(outcomes), final=left == 0))
+                end(tier, outcomes)
 
         try:
             await self._memory.take_crcs(items)
-            await asyncio.gather(*(one(tier) for tier in message.tiers))
+            # All of them end before the pins go, also when one raises.
+            results = await asyncio.gather(
+                *(one(tier) for tier in message.tiers), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    log.error("a store failed inside kvtier", exc_info=result)
         finally:
+            for tier in list(left):
+                end(tier, [Outcome.INTERNAL] * len(items))
             pending = {call for call in settled if not call.done()}
             if pending:
                 self._tasks.start(self._unpin_later(items, pending), f"late-{message.job}")
