@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time that kvtier takes on the scheduler's thread, per scheduler step.
+
+``python -m benchmarks.step [--peer]``. A scheduler drives the engine with the stream of
+``benchmarks.stream``, a step every 5 ms. Spreads first, one JSON line last. Cases, in turn, round by
+round; each value is the median over the rounds:
+
+- *idle*: the file tier is configured and quiet, all chunks come from and stay in host memory;
+  against vLLM's tiering manager with its own file tier, just as quiet (``--peer``).
+- *saturated_process*: the file tier stores and loads as fast as it can, in its process.
+- *saturated_thread*: the same in a thread of the scheduler's process.
+- *same_io*: idle, beside an unrelated process that does the same I/O on two threads at the same
+  nice value: direct writes and reads of chunks, with their checksums.
+- *noise*: a loop that does nothing, as long as an idle step, after each step of *idle*. Its own
+  spread says what the machine adds; where that is far from 1, so are the others.
+
+A ratio says how many times better than the reference: reference / value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from benchmarks.harness import Case, machine
+from benchmarks.stream import CHUNK_BYTES, KVTier, Peer, System, arrivals
+from kvtier._core.layout import crc32c
+from kvtier.runtime.child import NICE
+
+STEP_SECONDS = 0.005
+WARMUP_STEPS = 40
+CASES = ("idle", "saturated_process", "saturated_thread", "same_io")
+
+
+class Figures:
+    """Microseconds of the steps of one run."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        ordered = sorted(seconds)
+        self.median = 1e6 * statistics.median(ordered)
+        self.p99 = 1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+
+
+def drive(system: System, quiet: bool, steps: int, spin: int = 0) -> tuple[Figures, Figures | None]:
+    """Paced steps of one system; figures of its calls, and of the idle loop after each."""
+    stream = arrivals(quiet)
+    taken: list[float] = []
+    spun: list[float] = []
+    gc.collect()
+    gc.freeze()
+    due = time.perf_counter()
+    for number, jobs in enumerate(islice(stream, steps + WARMUP_STEPS)):
+        seconds = system.step(jobs)
+        if spin:
+            begin = time.perf_counter()
+            for _ in range(spin):
+                pass
+            spun.append(time.perf_counter() - begin)
+        system.between()
+        if number >= WARMUP_STEPS:
+            taken.append(seconds)
+        # A late step does not make the next ones come closer together.
+        due = max(due + STEP_SECONDS, time.perf_counter())
+        time.sleep(max(0.0, due - time.perf_counter()))
+    gc.unfreeze()
+    return Figures(taken), Figures(spun[WARMUP_STEPS:]) if spun else None
+
+
+def run(case: str, root: Path, steps: int) -> tuple[Figures, Figures | None, str]:
+    """One run of one of `CASES`: its figures, those of the idle loop, and what it moved."""
+    quiet = not case.startswith("saturated")
+    isolation = "thread" if case == "saturated_thread" else "process"
+    spin = 20_000 if case == "idle" else 0
+    folder = Path(tempfile.mkdtemp(dir=root))
+    try:
+        with same_io(folder / "io") if case == "same_io" else contextlib.nullcontext():
+            system = KVTier(folder / "fs", isolation, quiet)
+            try:
+                before = system.engine.stats()
+                begin = time.monotonic()
+                figures, noise = drive(system, quiet, steps, spin)
+                seconds = time.monotonic() - begin
+                system.engine.audit()
+                while system.engine.resources is None:
+                    system.engine.poll()
+                    time.sleep(0.002)
+                after = system.engine.stats()
+                loaded = after.loaded_bytes["fs"] - before.loaded_bytes["fs"]
+                stored = after.stored_bytes["fs"] - before.stored_bytes["fs"]
+                if quiet and (loaded or stored):
+                    raise SystemExit(f"{case}: {loaded} bytes loaded, {stored} stored")
+                if not quiet and not (loaded and stored and system.tier_chunks):
+                    raise SystemExit(f"{case}: nothing went through the file tier")
+                moved = f"{loaded / seconds / 1e9:.2f} GB/s in, {stored / seconds / 1e9:.2f} out"
+            finally:
+                system.close()
+    finally:
+        shutil.rmtree(folder)
+    return figures, noise, moved
+
+
+@contextlib.contextmanager
+def same_io(folder: Path) -> Iterator[None]:
+    """A process that writes and reads chunks there, as long as the block lasts."""
+    folder.mkdir()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.step", "--io", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield
+    finally:
+        assert child.stdin is not None
+        child.stdin.close()
+        child.wait(30)
+
+
+def do_io(folder: Path) -> None:
+    """The other process: one thread writes new files, one reads old ones, until stdin ends."""
+    os.nice(NICE)
+    stop = threading.Event()
+    num_files = 1024
+    written = threading.Event()
+
+    def name(number: int) -> Path:
+        return folder / f"{number % num_files}"
+
+    def write() -> None:
+        buffer = mmap.mmap(-1, CHUNK_BYTES)
+        buffer[:] = random.randbytes(CHUNK_BYTES)
+        number = 0
+        while not stop.is_set():
+            crc32c(buffer)
+            temporary = folder / "new"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+            os.pwrite(fd, buffer, 0)
+            os.close(fd)
+            temporary.rename(name(number))
+            number += 1
+            if number == 64:
+                written.set()
+
+    def read() -> None:
+        buffer = mmap.mmap(-1, CHUNK_BYTES)
+        written.wait()
+        while not stop.is_set():
+            fd = os.open(name(random.randrange(64)), os.O_RDONLY | os.O_DIRECT)
+            os.preadv(fd, [buffer], 0)
+            os.close(fd)
+            crc32c(buffer)
+
+    threads = [threading.Thread(target=call) for call in (write, read)]
+    for thread in threads:
+        thread.start()
+    written.wait()
+    print("ready", flush=True)
+    sys.stdin.read()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+class PeerProcess:
+    """vLLM's manager in a process of its own, so that its imports burden no other case."""
+
+    def __init__(self) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.step", "--peer-process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def run(self, root: Path, steps: int) -> Figures:
+        """One run; the child waits between runs."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(json.dumps([str(root), steps]) + "\n")
+        for line in self._child.stdout:
+            if line.startswith("{"):
+                figures = Figures([0.0])
+                figures.median, figures.p99 = json.loads(line)["figures"]
+                return figures
+        raise SystemExit(f"vLLM's process ended with code {self._child.wait()}")
+
+    def close(self) -> None:
+        """End the child."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait(60)
+
+
+def peer_process() -> None:
+    """The other side of `PeerProcess`."""
+    for line in sys.stdin:
+        root, steps = json.loads(line)
+        folder = Path(tempfile.mkdtemp(dir=root))
+        system = Peer(folder)
+        try:
+            figures, _ = drive(system, True, steps)
+        finally:
+            system.close()
+            shutil.rmtree(folder)
+        print(json.dumps({"figures": [figures.median, figures.p99]}), flush=True)
+
+
+def compare(
+    name: str, values: list[float], reference: str, against: list[float], target: float | None
+) -> Case:
+    """A case from rounds: each round's value beside the same round's reference."""
+    ratios = sorted(b / a for a, b in zip(values, against, strict=True))
+    cut = len(ratios) // 4
+    return Case(
+        case=name,
+        value=round(statistics.median(values), 1),
+        unit="us",
+        reference=reference,
+        reference_value=round(statistics.median(against), 1),
+        ratio=round(statistics.median(ratios), 3),
+        spread=(round(ratios[cut], 3), round(ratios[len(ratios) - 1 - cut], 3)),
+        target=target,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--peer", action="store_true", help="also vLLM's tiering manager")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300, help="of a case in a round")
+    parser.add_argument("--directory", type=Path, help="for the files; a temporary one by default")
+    parser.add_argument("--io", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--peer-process", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.io is not None:
+        do_io(arguments.io)
+        return
+    if arguments.peer_process:
+        peer_process()
+        return
+    root = Path(tempfile.mkdtemp(prefix="kvtier-step-", dir=arguments.directory))
+    names = [*CASES, *(["peer"] if arguments.peer else [])]
+    figures: dict[str, list[Figures]] = {name: [] for name in [*names, "noise"]}
+    peer = PeerProcess() if arguments.peer else None
+    try:
+        for turn in range(arguments.rounds):
+            for name in names if turn % 2 == 0 else reversed(names):
+                moved = ""
+                if peer is not None and name == "peer":
+                    one = peer.run(root, arguments.steps)
+                else:
+                    one, noise, moved = run(name, root, arguments.steps)
+                    if noise is not None:
+                        figures["noise"].append(noise)
+                figures[name].append(one)
+                print(f"{name}: median {one.median:.0f} us, p99 {one.p99:.0f} us; {moved}")
+    finally:
+        if peer is not None:
+            peer.close()
+        shutil.rmtree(root)
+
+    def medians(name: str) -> list[float]:
+        return [one.median for one in figures[name]]
+
+    def tails(name: str) -> list[float]:
+        return [one.p99 for one in figures[name]]
+
+    cases = [
+        compare("noise_p99", tails("noise"), "its median", medians("noise"), None),
+        compare("idle_p99", tails("idle"), "its median", medians("idle"), None),
+        compare(
+            "saturated_process", medians("saturated_process"), "idle", medians("idle"), 1 / 1.1
+        ),
+        compare(
+            "saturated_process_p99", tails("saturated_process"), "idle p99", tails("idle"), 1 / 1.5
+        ),
+        compare(
+            "saturated_process_p99_same_io",
+            tails("saturated_process"),
+            "p99 beside the same I/O",
+            tails("same_io"),
+            1 / 1.1,
+        ),
+        compare("saturated_thread", medians("saturated_thread"), "idle", medians("idle"), None),
+        compare(
+            "saturated_thread_p99", tails("saturated_thread"), "idle p99", tails("idle"), None
+        ),
+        compare("same_io", medians("same_io"), "idle", medians("idle"), None),
+        compare("same_io_p99", tails("same_io"), "idle p99", tails("idle"), None),
+    ]
+    if peer is not None:
+        vllm = "vLLM's tiering manager"
+        cases.append(compare("idle", medians("idle"), vllm, medians("peer"), 10.0))
+        cases.append(compare("idle_p99_peer", tails("idle"), f"{vllm}, p99", tails("peer"), None))
+    for one in cases:
+        print(
+            f"{one.case}: {one.value:g} us, {one.reference} {one.reference_value:g} us, ratio "
+            f"{one.ratio:g} ({one.spread[0]:g} to {one.spread[1]:g})"
+            + ("" if one.target is None else f", target {one.target:.3g}")
+        )
+    line = {"benchmark": "step", "cases": cases, "machine": machine()}
+    print(json.dumps(line, default=lambda case: {f: getattr(case, f) for f in Case.__struct_fields__}))
+
+
+if __name__ == "__main__":
+    main()
