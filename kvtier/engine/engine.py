@@ -125,6 +125,7 @@ class Engine:
             self._emit,
         )
         self._lookup = self._index.lookup
+        self._verify = config.verify_host != "off"
         self._polled = False
         self._closed = False
         self._now = clock()
@@ -137,7 +138,7 @@ class Engine:
         self.resources: m.Resources | None = None
 
     def _make_carrier(self) -> Carrier | None:
-        if not self.config.tiers:
+        if not self.config.tiers and self.config.verify_host == "off":
             return None
         adapted = [tier.name for tier in self.config.tiers if is_adapted(tier)]
         if self.config.isolation == "process" and adapted:
@@ -329,6 +330,8 @@ class Engine:
         state = self._lookup(key)
         request = self._planner.request(context)
         if state == READY:
+            if self._verify and self._planner.verifier.due(key, request):
+                return self._planner.verify(key, request, self._now)
             self._planner.hit((key,), request)
             return Lookup.HIT
         return self._planner.absent(key, state, request, self._now)
@@ -340,6 +343,8 @@ class Engine:
         """
         if not self._polled:
             self.poll()
+        if self._verify:
+            return self._lookup_verified(keys, context)
         ready, states = self._index.lookup_batch(keys)
         request = self._planner.request(context)
         if ready:
@@ -353,6 +358,20 @@ class Engine:
             if one is Lookup.MISS:
                 break
             if answer is Lookup.MISS:
+                answer = one
+        return ready, answer
+
+    def _lookup_verified(
+        self, keys: Sequence[bytes], context: RequestContext
+    ) -> tuple[int, Lookup]:
+        ready, answer = 0, Lookup.MISS
+        for key in keys:
+            one = self.lookup(key, context)
+            if one is Lookup.MISS:
+                break
+            if one is Lookup.HIT and answer is Lookup.MISS:
+                ready += 1
+            elif one is not Lookup.HIT and answer is Lookup.MISS:
                 answer = one
         return ready, answer
 
@@ -391,7 +410,7 @@ class Engine:
         """The bytes of these chunks are in host memory. Returns those that became READY now."""
         request = self._planner.requests.get(context.request_id)
         stored = self._planner.commit(keys, request)
-        if stored and self._tiers:
+        if stored and self._carrier is not None:
             self._flush()
         return stored
 
@@ -671,6 +690,7 @@ class Engine:
         return not (
             planner.finds
             or planner.cascades
+            or planner.verifier.jobs
             or planner.out
             or planner.reset_pending
             or any(tier.backlog and tier.writable for tier in self._tiers)

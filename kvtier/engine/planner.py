@@ -22,6 +22,7 @@ from kvtier._core.slots import WRITING, SlotTable
 from kvtier.config import Config, TierConfig
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.transfers import CascadeRecord, FindRecord
+from kvtier.engine.verifier import Verifier
 from kvtier.errors import InternalError
 from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder
@@ -145,6 +146,9 @@ class Planner:
         self._load_seconds = max((tier.config.load_seconds for tier in tiers), default=1.0)
         self._thresholds = any(tier.config.store_threshold > 1 for tier in tiers)
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
+        self.verifier = Verifier(config.verify_host, index, slots, recorder)
+        # Whether there is anything to say to a service at all.
+        self._active = bool(self.tiers) or self.verifier.active
         self._job = 0
         self._asking: dict[str, Request] = {}  # requests with fresh keys
         self._touched: dict[str, Request] = {}  # requests with hits in this step
@@ -216,6 +220,13 @@ class Planner:
         """The request's answers are under way: its deadline starts anew, up to that of the load."""
         if request.wait_until is not None and now < request.wait_until:
             request.wait_until = min(now + self._config.lookup_timeout_seconds, request.load_until)
+
+    def verify(self, key: bytes, request: Request, now: float) -> Lookup:
+        """Answer for a READY key that has to be compared with its checksum first."""
+        if request.wait_until is not None and now >= request.wait_until:
+            return Lookup.MISS
+        self.verifier.ask(key, request)
+        return self._wait(request, now, Lookup.RETRY)
 
     def hit(self, keys: Sequence[bytes], request: Request) -> None:
         """`keys` were answered HIT."""
@@ -326,7 +337,7 @@ class Planner:
         stored = self.index.commit(keys)
         if stored:
             self._emit("stored", stored, None, "host")
-            if self.tiers:
+            if self._active:
                 self._stored.append((stored, request))
         return stored
 
@@ -351,7 +362,8 @@ class Planner:
                         continue
                     tier.inflight_bytes += length
                     chosen.append(i)
-                if chosen:
+                if chosen or (self.verifier.active and self._cleared_to < 0):
+                    # Without a tier that takes it: only for its checksum.
                     batches.setdefault(tuple(chosen), []).append(key)
             for tiers, batch in batches.items():
                 self._cascade(batch, list(tiers), request, now)
@@ -431,7 +443,7 @@ class Planner:
             self._job, pinned, slots.tolist(), generations.tolist(), length_bytes, tiers, now
         )
         self.cascades[record.job] = record
-        timeout = max(self.tiers[i].config.store_seconds for i in tiers)
+        timeout = max((self.tiers[i].config.store_seconds for i in tiers), default=30.0)
         self.out.append(
             m.Cascade(
                 record.job,
@@ -540,6 +552,12 @@ class Planner:
                 self._found(message, now)
             case m.Stored():
                 self._stored_answer(message, now)
+            case m.Verified():
+                requests, dropped = self.verifier.take(message)
+                for request in requests:
+                    self._progress(request, now)
+                if dropped:
+                    self._emit("removed", dropped, "host", None)
             case m.Returned():
                 record = self.finds.get(message.job)
                 if record is not None:
@@ -648,6 +666,9 @@ class Planner:
         record = self.cascades.get(message.job)
         if record is None:
             raise InternalError(f"news of job {message.job}, which has ended")
+        if message.tier < 0:
+            del self.cascades[record.job]
+            return
         tier = self.tiers[message.tier]
         record.tiers.discard(message.tier)
         tier.inflight_bytes -= record.length_bytes
@@ -668,7 +689,7 @@ class Planner:
 
     def flush(self, now: float) -> None:
         """End of a step: expire, lend, ask, cascade; messages are in ``out`` afterwards."""
-        if not self.tiers:
+        if not self._active:
             for request in self._touched.values():
                 self._count(request)
             self._touched.clear()
@@ -687,7 +708,11 @@ class Planner:
             self._flush_wants(now)
             self._flush_finds(now)
             self._flush_cascades(now)
-        if self._config.promotion_slots:
+            self._job += 1
+            verify = self.verifier.flush(self._job)
+            if verify is not None:
+                self.out.append(verify)
+        if self.tiers and self._config.promotion_slots:
             self.evicted(self.index.keep_free(self._config.promotion_slots), ())
         self.index.reap()
 
@@ -726,6 +751,8 @@ class Planner:
                         self.tiers[i].inflight_bytes -= record_.length_bytes
                         for key in record_.keys:
                             self._put_off(self.tiers[i], key)
+                case m.Verify():
+                    self.verifier.undeliverable(message)
                 case m.NoMoreSlots() | m.Cancel():
                     # Its find ends by its deadline all the same.
                     continue
@@ -754,6 +781,7 @@ class Planner:
                     for key in cascade.keys:
                         self._put_off(self.tiers[i], key)
         self.cascades.clear()
+        self.verifier.forget()
         for tier in self.tiers:
             tier.inflight_bytes = 0
             tier.readable = tier.writable = False
@@ -790,6 +818,7 @@ class Planner:
             request.finds.clear()
             request.used.clear()
             request.sources.clear()
+            request.verified.clear()
         self._asking.clear()
         self._touched.clear()
         self._waiting.clear()
@@ -805,7 +834,7 @@ class Planner:
             cascade.stale = True
         _, slots, generations = self.index.clear()
         self._emit("cleared", (), "" if self._config.on_reset == "new_epoch" else "host", None)
-        if self.tiers:
+        if self._active:
             self.reset_pending = True
             self._unsent_reset = m.Reset(namespace)
         lent = {slot for record in self.finds.values() for slot in record.lent}

@@ -25,6 +25,7 @@ class Request:
         "status",
         "tiers",
         "used",
+        "verified",
         "wait_until",
         "window_left",
     )
@@ -50,6 +51,8 @@ class Request:
         """Keys it loaded or stored, in first-use order."""
         self.counted: set[bytes] = set()
         """Keys whose hit or miss in host memory is in the metrics already."""
+        self.verified: set[bytes] = set()
+        """Keys whose bytes in host memory have been compared with their checksum for it."""
         self.finds: set[int] = set()
         self.sources: dict[bytes, int] = {}
         """Tier each promoted key came from."""

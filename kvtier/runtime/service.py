@@ -322,6 +322,11 @@ class TierService:
                     self._run_job(message.job, self._cascade(message, job.stop)),
                     f"cascade-{message.job}",
                 )
+            case m.Verify():
+                job = self._start_job(message.job)
+                job.task = self._tasks.start(
+                    self._run_job(message.job, self._verify(message)), f"verify-{message.job}"
+                )
             case m.Lend() | m.NoMoreSlots():
                 found = self._jobs.get(message.job)
                 if found is not None and found.find is not None:
@@ -366,6 +371,23 @@ class TierService:
             find = self._jobs.pop(number).find
             if find is not None and find.held:
                 self._tasks.start(self._return_later(number, find.held), f"late-{number}")
+
+    async def _verify(self, message: m.Verify) -> None:
+        """Compare chunks of host memory with their checksums."""
+        items = [
+            self._memory.slot(key, slot, generation, self._memory.slots.crc(slot))
+            for key, slot, generation in zip(
+                message.keys, message.slots, message.generations, strict=True
+            )
+        ]
+        known = [item for item in items if item.crc is not None]
+        bad: list[int] = []
+        try:
+            await self._memory.verify(known)
+            bad = [i for i, item in enumerate(items) if item.crc is not None and not item.verified]
+        finally:
+            self._unpin(items)
+            self._post(m.Verified(message.job, bad))
 
     async def _cascade(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
         """Copy chunks to all tiers at once; the pins go back when the last call has settled."""
@@ -416,6 +438,8 @@ class TierService:
         finally:
             for tier in list(left):
                 end(tier, [Outcome.INTERNAL] * len(items))
+            if not message.tiers:  # it was for the checksums only
+                self._post(m.Stored(message.job, -1, b"", final=True))
             pending = {call for call in settled if not call.done()}
             if pending:
                 self._tasks.start(self._unpin_later(items, pending), f"late-{message.job}")
