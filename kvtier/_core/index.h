@@ -9,8 +9,6 @@
 #ifndef KVTIER_INDEX_H
 #define KVTIER_INDEX_H
 
-#include <stdlib.h>
-
 #include "policy_arc.h"
 #include "policy_lru.h"
 
@@ -35,7 +33,7 @@ static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *p
     x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
     x->free_head = KVT_NIL;
     kvt_lists_reset(&x->l);
-    x->l.node = calloc(t->num_slots, sizeof(kvt_node));
+    x->l.node = kvt_alloc(t->num_slots, sizeof(kvt_node));
     x->state = x->policy->create(t->num_slots);
     return x->l.node && x->state ? 0 : -1;
 }

@@ -16,8 +16,6 @@
 #ifndef KVTIER_POLICY_ARC_H
 #define KVTIER_POLICY_ARC_H
 
-#include <stdlib.h>
-
 #include "policy.h"
 
 typedef struct {
@@ -73,8 +71,8 @@ static void *kvt_arc_create(uint64_t slots)
         return NULL;
     a->slots = slots;
     a->size = 2 * (slots + 1);
-    a->ghost = calloc(slots + 1, sizeof(*a->ghost));
-    a->table = calloc(a->size, sizeof(*a->table));
+    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost));
+    a->table = kvt_alloc(a->size, sizeof(*a->table));
     if (!a->ghost || !a->table) {
         kvt_arc_destroy(a);
         return NULL;

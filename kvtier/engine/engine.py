@@ -37,7 +37,7 @@ from kvtier.runtime.process import ProcessCarrier
 from kvtier.runtime.service import Memory
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.tiers.registry import check_options, is_adapted, tier_class
-from kvtier.types import Geometry, Lookup, RequestContext, key_group
+from kvtier.types import Geometry, Lookup, Outcome, RequestContext, key_group
 
 log = logging.getLogger(__name__)
 
@@ -670,7 +670,7 @@ class Engine:
     def _failures(self) -> dict[str, int]:
         causes: dict[str, int] = {}
         for (_, _, outcome), count in self.registry.series("kvtier_chunks_total").items():
-            if outcome not in ("done", "exists", "missing", "dropped"):
+            if Outcome[outcome.upper()].failed:
                 causes[outcome] = causes.get(outcome, 0) + int(count)
         return causes
 

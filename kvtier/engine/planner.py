@@ -38,6 +38,9 @@ RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 30.0
 """Pause after the first refusal, doubled with each further one."""
 
+PATIENCE = 3
+"""A request in the line for slots takes what there is after this part of the load timeout."""
+
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
@@ -522,7 +525,7 @@ class Planner:
             room = self.hold_limit - self.held - self.lent
             mine = len(record.lent) + len(record.request.held)
             others = self.held + self.lent - mine
-            late = now >= record.wanted_since + self._config.lookup_timeout_seconds
+            late = now >= record.wanted_since + self._load_seconds / PATIENCE
             enough = room >= min(record.wants, self.hold_limit - mine)
             if not enough and others > 0 and not late:
                 # It waits for those before it rather than take a part of what it needs; the ones

@@ -559,3 +559,29 @@ def test_rig_sees_wrong_bytes() -> None:
             one.load(keys(1))
         assert payload(key(1)) != payload(key(2))
         assert isinstance(one, Rig)
+
+
+@pytest.mark.fault("C26")
+@pytest.mark.parametrize("tiers", [[], [EXAMPLE]])
+def test_damaged_host_memory_is_not_loaded(tiers: list[dict[str, str]]) -> None:
+    with rig(slots=8, tiers=tiers, verify_host="always") as one:
+        one.store(keys(1, 2, 3))
+        one.settle()
+        assert one.load(keys(1, 2, 3)) == 3
+        slot, _ = one.engine._index.locate(key(2))
+        one.region.slot_view(slot, CHUNK)[77] ^= 4
+        # From the tier, where there is one; recomputed otherwise. Never the damaged bytes.
+        assert one.load(keys(1, 2, 3)) == (3 if tiers else 1)
+        assert one.value("kvtier_verified_chunks_total", "corrupt") == 1
+        assert one.value("kvtier_corrupt_chunks_total", "host") == 1
+        assert one.value("kvtier_verified_chunks_total", "ok") >= 3
+        one.settle()
+
+
+def test_sampled_check_looks_at_some() -> None:
+    with rig(slots=8, verify_host="sampled") as one:
+        names = [bytes([first]) + key(first)[1:] for first in (0, 1, 16, 17)]
+        one.store(names)
+        one.settle()
+        assert one.load(names) == 4
+        assert one.value("kvtier_verified_chunks_total", "ok") == 2
