@@ -32,12 +32,14 @@ class KVTierOpener:
     Parameters
     ----------
     policy, isolation : str
-        As in kvtier's configuration.
+    lookup_timeout_seconds : float
+        All as in kvtier's configuration.
     """
 
-    def __init__(self, policy: str, isolation: str) -> None:
+    def __init__(self, policy: str, isolation: str, lookup_timeout_seconds: float) -> None:
         self._policy = policy
         self._isolation = isolation
+        self._lookup_timeout_seconds = lookup_timeout_seconds
 
     def config(
         self, strategy: str, geometry: Geometry, tier_directory: Path | None
@@ -47,6 +49,7 @@ class KVTierOpener:
             "capacity_bytes": geometry.num_slots * geometry.slot_bytes,
             "policy": self._policy,
             "isolation": self._isolation,
+            "lookup_timeout_seconds": self._lookup_timeout_seconds,
         }
         if strategy == "host+fs":
             config["tiers"] = [{"type": "fs", "name": "fs", "root": str(tier_directory)}]
