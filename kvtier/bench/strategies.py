@@ -15,6 +15,8 @@ from kvtier.config import parse
 from kvtier.engine.engine import EngineStats, open_engine
 from kvtier.types import Geometry, Outcome
 
+NAMESPACE = {"model": "kvtier-bench", "kv_dtype": "derived-bytes"}
+
 STRATEGIES = ("none", "host", "host+fs")
 
 
@@ -61,6 +63,7 @@ class KVTierOpener:
         engine, region = open_engine(
             parse(self.config(strategy, geometry, tier_directory), source=f"strategy {strategy}"),
             geometry,
+            NAMESPACE,
         )
         return engine, region
 
