@@ -15,6 +15,8 @@ from kvtier.config import parse
 from kvtier.engine.engine import EngineStats, open_engine
 from kvtier.types import Geometry, Outcome
 
+NAMESPACE = {"model": "kvtier-bench", "kv_dtype": "derived-bytes"}
+
 STRATEGIES = ("none", "host", "host+fs")
 
 
@@ -32,12 +34,14 @@ class KVTierOpener:
     Parameters
     ----------
     policy, isolation : str
-        As in kvtier's configuration.
+    lookup_timeout_seconds : float
+        All as in kvtier's configuration.
     """
 
-    def __init__(self, policy: str, isolation: str) -> None:
+    def __init__(self, policy: str, isolation: str, lookup_timeout_seconds: float) -> None:
         self._policy = policy
         self._isolation = isolation
+        self._lookup_timeout_seconds = lookup_timeout_seconds
 
     def config(
         self, strategy: str, geometry: Geometry, tier_directory: Path | None
@@ -47,6 +51,7 @@ class KVTierOpener:
             "capacity_bytes": geometry.num_slots * geometry.slot_bytes,
             "policy": self._policy,
             "isolation": self._isolation,
+            "lookup_timeout_seconds": self._lookup_timeout_seconds,
         }
         if strategy == "host+fs":
             config["tiers"] = [{"type": "fs", "name": "fs", "root": str(tier_directory)}]
@@ -58,6 +63,7 @@ class KVTierOpener:
         engine, region = open_engine(
             parse(self.config(strategy, geometry, tier_directory), source=f"strategy {strategy}"),
             geometry,
+            NAMESPACE,
         )
         return engine, region
 
