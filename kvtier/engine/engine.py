@@ -14,7 +14,9 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -135,6 +137,8 @@ class Engine:
         self._restart_at: float | None = None
         self._restarter: threading.Thread | None = None
         self._service_up = False
+        # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
+        os.register_at_fork(after_in_child=_AfterFork(self))
         self.resources: m.Resources | None = None
 
     def _make_carrier(self) -> Carrier | None:
@@ -717,6 +721,35 @@ class Engine:
                 raise InternalError(
                     f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
                 )
+
+
+class _AfterFork:
+    """Takes the forked child's engine out of use; must not keep the engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            forked: Any = _Forked()
+            engine._closed = True
+            engine._index = engine._planner = engine._slots = forked
+            engine._lookup = forked.refuse
+
+
+class _Forked:
+    """Stands for index and planner in a forked child."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.refuse()
+
+    def refuse(self, *args: object) -> NoReturn:
+        """What every call comes to."""
+        raise ClosedError(
+            "the engine was opened before this process was forked, and its memory is the parent's: "
+            "open one of your own"
+        )
 
 
 def _int(value: float | None) -> int:

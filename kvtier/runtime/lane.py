@@ -102,7 +102,7 @@ class Lane:
             return ""
         if isinstance(call.error, ConfigError):
             raise call.error
-        if call.error is None:
+        if call.late:
             cause = "its self-test did not end in time"
         else:
             cause = str(call.error) or type(call.error).__name__
