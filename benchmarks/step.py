@@ -2,11 +2,13 @@
 """Time that kvtier takes on the scheduler's thread, per scheduler step.
 
 ``python -m benchmarks.step [--peer]``. A scheduler drives the engine with the stream of
-``benchmarks.stream``, a step every 5 ms. Spreads first, one JSON line last. Cases, in turn, round by
-round; each value is the median over the rounds:
+``benchmarks.stream``, a step every 5 ms. Spreads first, one JSON line last. Cases, in turn, round
+by round; each value is the median over the rounds:
 
 - *idle*: the file tier is configured and quiet, all chunks come from and stay in host memory;
   against vLLM's tiering manager with its own file tier, just as quiet (``--peer``).
+  ``_cpu`` cases are processor time, on which other programs of the machine weigh less.
+- *idle_single*: the same, but prompts are asked for key by key, which is how vLLM asks.
 - *saturated_process*: the file tier stores and loads as fast as it can, in its process.
 - *saturated_thread*: the same in a thread of the scheduler's process.
 - *same_io*: idle, beside an unrelated process that does the same I/O on two threads at the same
@@ -37,6 +39,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.harness import Case, machine
 from benchmarks.stream import CHUNK_BYTES, KVTier, Peer, System, arrivals
 from kvtier._core.layout import crc32c
@@ -44,33 +48,43 @@ from kvtier.runtime.child import NICE
 
 STEP_SECONDS = 0.005
 WARMUP_STEPS = 40
-CASES = ("idle", "saturated_process", "saturated_thread", "same_io")
+CASES = ("idle", "idle_single", "saturated_process", "saturated_thread", "same_io")
 
 
-class Figures:
+class Figures(msgspec.Struct, frozen=True):
     """Microseconds of the steps of one run."""
 
-    def __init__(self, seconds: list[float]) -> None:
-        ordered = sorted(seconds)
-        self.median = 1e6 * statistics.median(ordered)
-        self.p99 = 1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+    median: float
+    p99: float
+    cpu: float
+    """Median of the processor time."""
+
+
+def figures_of(seconds: list[tuple[float, float]]) -> Figures:
+    """Figures of (time, processor time) of each step."""
+    ordered = sorted(one for one, _ in seconds)
+    return Figures(
+        median=1e6 * statistics.median(ordered),
+        p99=1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
+        cpu=1e6 * statistics.median(cpu for _, cpu in seconds),
+    )
 
 
 def drive(system: System, quiet: bool, steps: int, spin: int = 0) -> tuple[Figures, Figures | None]:
     """Paced steps of one system; figures of its calls, and of the idle loop after each."""
     stream = arrivals(quiet)
-    taken: list[float] = []
-    spun: list[float] = []
+    taken: list[tuple[float, float]] = []
+    spun: list[tuple[float, float]] = []
     gc.collect()
     gc.freeze()
     due = time.perf_counter()
     for number, jobs in enumerate(islice(stream, steps + WARMUP_STEPS)):
         seconds = system.step(jobs)
         if spin:
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.thread_time()
             for _ in range(spin):
                 pass
-            spun.append(time.perf_counter() - begin)
+            spun.append((time.perf_counter() - begin, time.thread_time() - used))
         system.between()
         if number >= WARMUP_STEPS:
             taken.append(seconds)
@@ -78,7 +92,7 @@ def drive(system: System, quiet: bool, steps: int, spin: int = 0) -> tuple[Figur
         due = max(due + STEP_SECONDS, time.perf_counter())
         time.sleep(max(0.0, due - time.perf_counter()))
     gc.unfreeze()
-    return Figures(taken), Figures(spun[WARMUP_STEPS:]) if spun else None
+    return figures_of(taken), figures_of(spun[WARMUP_STEPS:]) if spun else None
 
 
 def run(case: str, root: Path, steps: int) -> tuple[Figures, Figures | None, str]:
@@ -89,7 +103,7 @@ def run(case: str, root: Path, steps: int) -> tuple[Figures, Figures | None, str
     folder = Path(tempfile.mkdtemp(dir=root))
     try:
         with same_io(folder / "io") if case == "same_io" else contextlib.nullcontext():
-            system = KVTier(folder / "fs", isolation, quiet)
+            system = KVTier(folder / "fs", isolation, quiet, single=case == "idle_single")
             try:
                 before = system.engine.stats()
                 begin = time.monotonic()
@@ -192,13 +206,12 @@ class PeerProcess:
 
     def run(self, root: Path, steps: int) -> Figures:
         """One run; the child waits between runs."""
-        assert self._child.stdin is not None and self._child.stdout is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
         self._child.stdin.write(json.dumps([str(root), steps]) + "\n")
         for line in self._child.stdout:
             if line.startswith("{"):
-                figures = Figures([0.0])
-                figures.median, figures.p99 = json.loads(line)["figures"]
-                return figures
+                return msgspec.json.decode(line, type=Figures)
         raise SystemExit(f"vLLM's process ended with code {self._child.wait()}")
 
     def close(self) -> None:
@@ -219,7 +232,7 @@ def peer_process() -> None:
         finally:
             system.close()
             shutil.rmtree(folder)
-        print(json.dumps({"figures": [figures.median, figures.p99]}), flush=True)
+        print(msgspec.json.encode(figures).decode(), flush=True)
 
 
 def compare(
@@ -270,7 +283,11 @@ def main() -> None:
                     if noise is not None:
                         figures["noise"].append(noise)
                 figures[name].append(one)
-                print(f"{name}: median {one.median:.0f} us, p99 {one.p99:.0f} us; {moved}")
+                print(
+                    f"{name}: median {one.median:.0f} us, p99 {one.p99:.0f} us, processor "
+                    f"{one.cpu:.0f} us; {moved}",
+                    flush=True,
+                )
     finally:
         if peer is not None:
             peer.close()
@@ -281,6 +298,9 @@ def main() -> None:
 
     def tails(name: str) -> list[float]:
         return [one.p99 for one in figures[name]]
+
+    def cpus(name: str) -> list[float]:
+        return [one.cpu for one in figures[name]]
 
     cases = [
         compare("noise_p99", tails("noise"), "its median", medians("noise"), None),
@@ -299,24 +319,37 @@ def main() -> None:
             1 / 1.1,
         ),
         compare("saturated_thread", medians("saturated_thread"), "idle", medians("idle"), None),
+        compare("saturated_thread_p99", tails("saturated_thread"), "idle p99", tails("idle"), None),
         compare(
-            "saturated_thread_p99", tails("saturated_thread"), "idle p99", tails("idle"), None
+            "saturated_process_cpu", cpus("saturated_process"), "idle_cpu", cpus("idle"), 1 / 1.1
         ),
+        compare("saturated_thread_cpu", cpus("saturated_thread"), "idle_cpu", cpus("idle"), None),
         compare("same_io", medians("same_io"), "idle", medians("idle"), None),
         compare("same_io_p99", tails("same_io"), "idle p99", tails("idle"), None),
     ]
     if peer is not None:
         vllm = "vLLM's tiering manager"
         cases.append(compare("idle", medians("idle"), vllm, medians("peer"), 10.0))
-        cases.append(compare("idle_p99_peer", tails("idle"), f"{vllm}, p99", tails("peer"), None))
+        cases += [
+            compare("idle_p99_peer", tails("idle"), f"{vllm}, p99", tails("peer"), None),
+            compare("idle_cpu", cpus("idle"), f"{vllm}, processor time", cpus("peer"), 10.0),
+            compare("idle_single", medians("idle_single"), vllm, medians("peer"), None),
+            compare(
+                "idle_single_cpu",
+                cpus("idle_single"),
+                f"{vllm}, processor time",
+                cpus("peer"),
+                None,
+            ),
+        ]
     for one in cases:
         print(
             f"{one.case}: {one.value:g} us, {one.reference} {one.reference_value:g} us, ratio "
             f"{one.ratio:g} ({one.spread[0]:g} to {one.spread[1]:g})"
             + ("" if one.target is None else f", target {one.target:.3g}")
         )
-    line = {"benchmark": "step", "cases": cases, "machine": machine()}
-    print(json.dumps(line, default=lambda case: {f: getattr(case, f) for f in Case.__struct_fields__}))
+    line = {"benchmark": "step", "cases": msgspec.to_builtins(cases), "machine": machine()}
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ STABLE_SECONDS = 300.0
 """A service that lived this long starts again without a longer pause."""
 
 READY = 2
+_HIT = Lookup.HIT
 
 _samples = msgspec.msgpack.Decoder(list[Sample])
 _events = msgspec.msgpack.Decoder(list[Event])
@@ -332,13 +333,20 @@ class Engine:
         if not self._polled:
             self.poll()
         state = self._lookup(key)
-        request = self._planner.request(context)
+        planner = self._planner
+        # One call less for each key of a prompt: model servers ask key by key.
+        request = planner.requests.get(context.request_id)
+        if request is None:
+            request = planner.request(context)
         if state == READY:
-            if self._verify and self._planner.verifier.due(key, request):
-                return self._planner.verify(key, request, self._now)
-            self._planner.hit((key,), request)
-            return Lookup.HIT
-        return self._planner.absent(key, state, request, self._now)
+            if self._verify and planner.verifier.due(key, request):
+                return planner.verify(key, request, self._now)
+            if request.hits:
+                request.hits.append(key)
+            else:
+                planner.hit((key,), request)
+            return _HIT
+        return planner.absent(key, state, request, self._now)
 
     def lookup_batch(self, keys: Sequence[bytes], context: RequestContext) -> tuple[int, Lookup]:
         """Length of the prefix of `keys` that can be loaded now, and the answer for what follows.
@@ -353,17 +361,9 @@ class Engine:
         request = self._planner.request(context)
         if ready:
             self._planner.hit(keys[:ready], request)
-        answer = Lookup.MISS
-        for i in range(ready, len(keys)):
-            if states[i] == READY:
-                self._planner.hit((keys[i],), request)
-                continue
-            one = self._planner.absent(keys[i], states[i], request, self._now)
-            if one is Lookup.MISS:
-                break
-            if answer is Lookup.MISS:
-                answer = one
-        return ready, answer
+        if ready == len(keys):
+            return ready, Lookup.MISS
+        return ready, self._planner.absent_batch(keys, states, ready, request, self._now)
 
     def _lookup_verified(
         self, keys: Sequence[bytes], context: RequestContext
@@ -434,7 +434,7 @@ class Engine:
         """
         pinned = self._index.pin(keys)
         request = self._planner.request(context)
-        request.used.update(dict.fromkeys(keys))
+        request.use(keys)
         self._planner.release(request, keys)
         return pinned
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._core.index import Index, Reservation
-from kvtier._core.slots import WRITING, SlotTable
+from kvtier._core.slots import READY, WRITING, SlotTable
 from kvtier.config import Config, TierConfig
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.transfers import CascadeRecord, FindRecord
@@ -85,6 +85,11 @@ class TierState:
         the backlog as well). Bounded like the backlog."""
         self.retry_at = math.inf
         """When the first of them is due."""
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether ``admits`` is True whatever the chunk."""
+        return self.config.groups is None and not self.config.min_prefix_tokens
 
     def admits(self, key: bytes, request: Request | None) -> bool:
         """Whether the tier wants this chunk at all."""
@@ -160,6 +165,9 @@ class Planner:
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None
         self._cleared_to = -1  # position of the clean-up after a dead service; -1: none
+        self._windowed: list[Request] = []  # requests with a count in ``window_left``
+        self._expires_at = math.inf  # nothing that is held or asked for expires before
+        self._takes_all = not self._thresholds and all(tier.takes_all for tier in tiers)
 
     # --- requests ---
 
@@ -201,6 +209,32 @@ class Planner:
         # GONE, or LOADED and evicted since: loading it once more would be thrash.
         return Lookup.MISS
 
+    def absent_batch(
+        self, keys: Sequence[bytes], states: bytes, start: int, request: Request, now: float
+    ) -> Lookup:
+        """Answer for the keys from `start` on, the first of which is not READY: that of the first
+        one that will come, MISS if none will or all after it are there."""
+        answer = Lookup.MISS
+        status = request.status
+        waits = request.wait_until is not None and now < request.wait_until
+        for i in range(start, len(keys)):
+            key = keys[i]
+            if states[i] == READY:
+                self.hit((key,), request)
+                continue
+            known = status.get(key) if waits else None
+            if known == ASKED and not states[i]:
+                one = Lookup.RETRY
+            elif known in (ASKED, COMING):
+                one = Lookup.HIT_PENDING
+            else:
+                one = self.absent(key, states[i], request, now)
+                if one is Lookup.MISS:
+                    break
+            if answer is Lookup.MISS:
+                answer = one
+        return answer
+
     def _may_ask(self, key: bytes, request: Request) -> bool:
         if not any(self.tiers[i].readable for i in request.tiers):
             return False
@@ -208,6 +242,8 @@ class Planner:
         window = self._windows[group]
         if window is None:
             return True
+        if not request.window_left:
+            self._windowed.append(request)
         left = request.window_left.get(group, window + 1)
         request.window_left[group] = left - 1
         return left > 0
@@ -251,6 +287,7 @@ class Planner:
             request.held[key] = (slot, generation)
         self.held += len(keys)
         request.hold_until = now + HOLD_SECONDS
+        self._expires_at = min(self._expires_at, request.hold_until)
 
     def release(self, request: Request, keys: Iterable[bytes] | None = None) -> None:
         """Give holds of a request back: those of `keys`, or all."""
@@ -283,7 +320,7 @@ class Planner:
             self._waiting.pop(job, None)
         keys = list(request.used)
         positions = context.positions
-        if positions and all(key in positions for key in keys):
+        if positions and request.used.keys() <= positions.keys():
             keys.sort(key=positions.__getitem__)
         self.index.touch(keys)
 
@@ -317,7 +354,7 @@ class Planner:
         """Slots for new chunks of a request."""
         reservation = self.index.reserve(keys)
         self.evicted(reservation.evicted, reservation.evicted_unsaved)
-        request.used.update(dict.fromkeys(keys))
+        request.use(keys)
         if self._thresholds:
             self._offer(keys, request)
         return reservation
@@ -347,6 +384,9 @@ class Planner:
     def _flush_cascades(self, now: float) -> None:
         stored, self._stored = self._stored, []
         for keys, request in stored:
+            if self._all_fit(keys):
+                self._cascade(keys, list(range(len(self.tiers))), request, now)
+                continue
             batches: dict[tuple[int, ...], list[bytes]] = {}
             for key in keys:
                 length = self._payload_bytes[key_group(key)]
@@ -390,6 +430,27 @@ class Planner:
                 batch.append(key)
             if batch:
                 self._cascade(batch, [i], None, now)
+
+    def _all_fit(self, keys: Sequence[bytes]) -> bool:
+        """Count `keys` as in flight at every tier, if all of them admit all and have the room."""
+        if not self._takes_all:
+            return False
+        length_bytes = self._length_bytes(keys)
+        for tier in self.tiers:
+            if tier.backlog or not tier.writable:
+                return False
+            if tier.inflight_bytes + length_bytes > tier.bound_bytes:
+                return False
+        for tier in self.tiers:
+            tier.inflight_bytes += length_bytes
+        return True
+
+    def _length_bytes(self, keys: Sequence[bytes]) -> int:
+        """Payload bytes of chunks."""
+        payload_bytes = self._payload_bytes
+        if len(payload_bytes) == 1:
+            return payload_bytes[0] * len(keys)
+        return sum(payload_bytes[key_group(key)] for key in keys)
 
     def _fits(self, tier: TierState, length: int) -> bool:
         if not tier.writable or self._cleared_to >= 0:
@@ -435,10 +496,11 @@ class Planner:
     ) -> None:
         """Send chunks whose in-flight bytes have been counted already."""
         pinned, slots, generations = self.index.pin_for_service(keys)
-        length_bytes = sum(self._payload_bytes[key_group(key)] for key in pinned)
-        lost_bytes = sum(self._payload_bytes[key_group(key)] for key in keys) - length_bytes
-        for i in tiers:
-            self.tiers[i].inflight_bytes -= lost_bytes
+        length_bytes = self._length_bytes(pinned)
+        if len(pinned) != len(keys):
+            lost_bytes = self._length_bytes(keys) - length_bytes
+            for i in tiers:
+                self.tiers[i].inflight_bytes -= lost_bytes
         if not pinned:
             return
         self._job += 1
@@ -484,6 +546,7 @@ class Planner:
         self._job += 1
         record = FindRecord(self._job, request, keys, now, request.load_until)
         self.finds[record.job] = record
+        self._expires_at = min(self._expires_at, record.deadline)
         request.finds.add(record.job)
         slots: list[int] = []
         generations: list[int] = []
@@ -720,13 +783,25 @@ class Planner:
         self.index.reap()
 
     def _expire(self, now: float) -> None:
-        for request in self.requests.values():
-            if request.held and now >= request.hold_until:
-                self._recorder.add("kvtier_hold_expired_total", len(request.held))
-                self.release(request)
+        for request in self._windowed:
             request.window_left.clear()
+        self._windowed.clear()
+        if now < self._expires_at:
+            return
+        self._expires_at = math.inf
+        for request in self.requests.values():
+            if not request.held:
+                continue
+            if now < request.hold_until:
+                self._expires_at = min(self._expires_at, request.hold_until)
+                continue
+            self._recorder.add("kvtier_hold_expired_total", len(request.held))
+            self.release(request)
         for record in list(self.finds.values()):
-            if now >= record.deadline and not record.ended:
+            if record.ended:
+                continue
+            self._expires_at = min(self._expires_at, record.deadline)
+            if now >= record.deadline:
                 self._waiting.pop(record.job, None)
                 for key in record.keys:
                     if record.request.status.get(key) in (ASKED, COMING):

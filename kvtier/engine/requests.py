@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.types import RequestContext
 
 ASKED, COMING, GONE, LOADED = 1, 2, 3, 4
@@ -58,3 +60,10 @@ class Request:
         """Tier each promoted key came from."""
         self.window_left: dict[int, int] = {}
         """Keys of each windowed group that may still be asked in this step."""
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Note keys that it loads or stores; their first use counts."""
+        if self.used:
+            self.used.update(dict.fromkeys(keys))
+        else:
+            self.used = dict.fromkeys(keys)
