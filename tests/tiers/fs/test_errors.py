@@ -394,7 +394,6 @@ async def as_nobody(root: Path) -> str:
         "except Exception as exc:\n"
         "    print(type(exc).__name__, exc)\n"
     )
-    import sys
 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, str(root), stdout=-1, stderr=-1
