@@ -22,7 +22,7 @@ import inspect
 import mmap
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ClosedError
+from kvtier.namespace import namespace_digest
 from kvtier.obs.events import Event
 from kvtier.obs.metrics import METRICS, Recorder
 from kvtier.tiers.base import Slot, Tier, TierContext, TierEnv
@@ -92,8 +93,7 @@ def make_env(
     *,
     sizes: Sequence[int] = SIZES,
     num_slots: int = 64,
-    digest: bytes = b"\x11" * 32,
-    model: str = "org/model",
+    fields: Mapping[str, str] | None = None,
     definitions: Sequence[Any] = (),
     clock: Callable[[], float] = time.monotonic,
     events: list[Event] | None = None,
@@ -103,10 +103,11 @@ def make_env(
         GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=size) for size in sizes
     )
     slot_bytes = -(-max(sizes) // 4096) * 4096
+    namespace = {"model": "org/model"} if fields is None else fields
     return TierEnv(
         geometry=make_geometry(groups, num_slots * slot_bytes),
-        namespace={"model": model},
-        namespace_digest=digest,
+        namespace=namespace,
+        namespace_digest=namespace_digest(namespace),
         recorder=Recorder((*METRICS, *definitions)),
         emit=(lambda event: None) if events is None else events.append,
         clock=clock,

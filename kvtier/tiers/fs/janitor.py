@@ -363,6 +363,10 @@ class Janitor:
                         # Another user's file, or a medium in trouble: others first.
                         failures += 1
                         self._usage.renew(file)
+                # Empty directories take space too; one that is in use again refuses.
+                for leaf in {os.path.dirname(path) for path in paths}:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(leaf, dir_fd=self._root.fileno())
             if failures:
                 logger.warning("%s: %d files could not be removed", self.name, failures)
             with self._lock:

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from kvtier import namespace
 from kvtier._core import fileio
 from kvtier.errors import ClosedError, ConfigError, TierLostError
 from kvtier.obs.events import Event
@@ -78,7 +79,7 @@ class FsTier(Tier):
         self.usage = Usage()
         self._faults = faults
         self._owner = naming.this_owner()
-        self._directory_name = naming.namespace_directory(env.namespace, env.namespace_digest)
+        self._directory_name = namespace.directory_name(env.namespace)
         self._files: fileio.Directory | None = None
         self._reads = Pool(f"kvtier-{name}-read", options.read_threads)
         self._writes = Pool(f"kvtier-{name}-write", options.write_threads)
@@ -159,7 +160,6 @@ class FsTier(Tier):
             prepare,
             self.options,
             self.env.namespace,
-            self.env.namespace_digest,
             self._owner,
             self._faults,
         )

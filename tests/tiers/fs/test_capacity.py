@@ -43,6 +43,7 @@ async def test_least_recently_used_goes_first(tmp_path: Path) -> None:
         # 19 files, at most 10 may stay: 2 to 10 were used longest ago.
         assert await bench.there(*range(2, 18)) == [False] * 9 + [True] * 7
         assert used_bytes(tmp_path) == bench.tier.usage.bytes == 10 * FILE_BYTES
+        await until(lambda: bench.events)  # the janitor's report comes at the end of its turn
         assert [event.key for event in bench.events] == [
             chunk(n, GROUP, SIZE)[0] for n in range(2, 11)
         ]
@@ -140,14 +141,14 @@ async def test_serves_while_it_walks(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 @pytest.mark.fault("K04")
 async def test_walk_does_not_stall_the_loop(tmp_path: Path) -> None:
-    """40,000 files: the loop goes on turning while they are read."""
+    """10,000 files: the loop goes on turning while they are read."""
     root = tmp_path / "root"
     async with opened(root) as bench:
         base = Path(bench.tier.path)
-    for upper in range(40):
+    for upper in range(20):
         folder = base / f"{upper:02x}" / "00"
         folder.mkdir(parents=True)
-        for n in range(1000):
+        for n in range(500):
             digits = f"{upper:02x}00{n:060x}"
             os.close(os.open(folder / f"{digits}_0.kv", os.O_CREAT | os.O_WRONLY))
     longest = 0.0
@@ -161,7 +162,7 @@ async def test_walk_does_not_stall_the_loop(tmp_path: Path) -> None:
             now = time.monotonic()
             longest = max(longest, now - before)
             before = now
-        assert bench.tier.usage.files == 40_000
+        assert bench.tier.usage.files == 10_000
     walk = time.monotonic() - started
     # Ready does not wait for the walk. The bound is loose: the machine may be busy.
     assert ready < 2
@@ -298,7 +299,7 @@ async def test_limit_is_kept_by_all_instances_together(tmp_path: Path) -> None:
 @pytest.mark.fault("E10")
 async def test_limit_covers_other_namespaces(tmp_path: Path) -> None:
     """Files of a model that nobody runs any more go before those in use."""
-    async with opened(tmp_path / "root", digest=b"\x22" * 32) as bench:
+    async with opened(tmp_path / "root", fields={"model": "an/old-one"}) as bench:
         assert set(await bench.store(*range(10))) == {Outcome.DONE}
     limit = 12 * FILE_BYTES
     options = {"capacity_bytes": limit, "high_watermark": 1.0, "low_watermark": 0.5}
@@ -366,7 +367,7 @@ def test_walk_agrees_with_what_happens_meanwhile(before, during, disk) -> None:
     usage.begin_walk()
     model = set(disk)
     apply(usage, model, during)
-    # A file whose use was renewed during the walk, though it is not on disk, is kept until the next.
+    # A file that was used during the walk, though it is not on disk, is kept until the next.
     renewed = {n for action, n in during if action == "renew"}
     files = [b"%d" % n for n in sorted(disk)]
     count = len(files)

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier._core import fileio
 from kvtier.errors import ConfigError
-from kvtier.namespace import namespace_digest as digest
+from kvtier.namespace import directory_name, namespace_digest
 from kvtier.testing.contract import chunk
 from kvtier.tiers.fs import naming
 from kvtier.types import Outcome, make_key
@@ -28,27 +28,33 @@ async def until(condition, seconds: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
-BASE = {"model": "org/model", "revision": "a", "dtype": "bfloat16", "tile": "NHD", "weights": "1"}
+BASE = {
+    "model": "org/model",
+    "revision": "a",
+    "kv_dtype": "bfloat16",
+    "tile_format": "NHD",
+    "fingerprint": "1",
+}
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        pytest.param("tile", "HND", marks=pytest.mark.fault("C05")),
-        pytest.param("dtype", "float16", marks=pytest.mark.fault("C06")),
+        pytest.param("tile_format", "HND", marks=pytest.mark.fault("C05")),
+        pytest.param("kv_dtype", "float16", marks=pytest.mark.fault("C06")),
         pytest.param("revision", "b", marks=pytest.mark.fault("C07")),
-        pytest.param("weights", "2", marks=pytest.mark.fault("C10")),
-        pytest.param("dtype", "fp8_e4m3", marks=pytest.mark.fault("C11")),
+        pytest.param("fingerprint", "2", marks=pytest.mark.fault("C10")),
+        pytest.param("kv_dtype", "fp8_e4m3", marks=pytest.mark.fault("C11")),
     ],
 )
 async def test_namespaces_do_not_share(tmp_path: Path, field: str, value: str) -> None:
     """Two instances that differ in one field see nothing of each other, and harm nothing."""
-    first, second = digest(BASE), digest({**BASE, field: value})
-    async with opened(tmp_path / "root", digest=first) as bench:
+    second = {**BASE, field: value}
+    async with opened(tmp_path / "root", fields=BASE) as bench:
         assert await bench.store(1) == [Outcome.DONE]
         before = bench.file(1).read_bytes()
-        async with opened(tmp_path / "root", digest=second) as other:
+        async with opened(tmp_path / "root", fields=second) as other:
             assert other.tier.path != bench.tier.path
             assert await other.there(1) == [False]
             assert await other.load(1) == [Outcome.MISSING]
@@ -62,21 +68,23 @@ async def test_namespaces_do_not_share(tmp_path: Path, field: str, value: str) -
 
 @pytest.mark.asyncio
 async def test_namespace_file(tmp_path: Path) -> None:
-    """A person can read what the directory is; a directory of another digest is refused."""
-    first = bytes.fromhex("ab" * 32)
-    async with opened(tmp_path / "root", digest=first) as bench:
-        text = Path(bench.tier.path, "namespace.json").read_text()
-        assert '"model": "org/model"' in text
-        assert first.hex() in text
-        assert Path(bench.tier.path).name == "org-model-" + "ab" * 6
-    collision = first[:6] + bytes(26)
-    with pytest.raises(ConfigError, match=r"namespace\.json says namespace abababab"):
-        async with opened(tmp_path / "root", digest=collision):
+    """A person can read what the directory is; one of another namespace is refused."""
+    async with opened(tmp_path / "root", fields=BASE) as bench:
+        file = Path(bench.tier.path, "namespace.json")
+        text = file.read_text()
+        assert '"revision": "a"' in text
+        assert namespace_digest(BASE).hex() in text
+        assert Path(bench.tier.path).name == directory_name(BASE)
+        other = {**BASE, "revision": "b"}
+        async with opened(tmp_path / "root", fields=other) as second:
+            shutil.copy(Path(second.tier.path, "namespace.json"), file)
+    with pytest.raises(ConfigError, match=r"revision: 'a' here, 'b' there"):
+        async with opened(tmp_path / "root", fields=BASE):
             pass
     # One that was torn (no atomic rename there) is written anew.
-    Path(bench.tier.path, "namespace.json").write_text("{")
-    async with opened(tmp_path / "root", digest=first):
-        assert Path(bench.tier.path, "namespace.json").read_text() == text
+    file.write_text(text[:50])
+    async with opened(tmp_path / "root", fields=BASE):
+        assert file.read_text() == text
 
 
 WRITER = """
@@ -88,7 +96,7 @@ async def main():
         if mode == "hang":
             gate, _ = os.pipe()
             bench.faults.block("rename", gate)
-            task = asyncio.create_task(bench.store(*range(start, start + 4)))
+            tasks = [asyncio.create_task(bench.store(start + n)) for n in range(4)]
             while bench.faults.calls("rename") < 4:
                 await asyncio.sleep(0.01)
             print("written", flush=True)
@@ -130,7 +138,8 @@ async def test_writer_killed_before_commit(tmp_path: Path) -> None:
     root = tmp_path / "root"
     process = spawn(root, 0, "hang")
     try:
-        assert await asyncio.to_thread(process.stdout.readline) == b"written\n"
+        first = asyncio.to_thread(process.stdout.readline)
+        assert await asyncio.wait_for(first, 60) == b"written\n"
         assert len(temporary_files(root)) == 4
         async with opened(root) as bench:
             # While it lives its files are left alone, also by an instance of the same host.
@@ -209,10 +218,9 @@ def test_names() -> None:
         assert naming.chunk_key(Path(batch.path(i)).name) == other
     for wrong in ("x_0.kv", "00_00.kv", "00_4294967296.kv", "00_0.kv.bad", f"{'00' * 37}_0.kv"):
         assert naming.chunk_key(wrong) is None
-    directory = naming.namespace_directory({"model": "/data/my models/.x/../y" * 9}, b"\xab" * 32)
-    assert naming.is_namespace_directory(directory)
-    assert len(directory) <= naming.MODEL_CHARACTERS + 13
-    assert naming.namespace_directory({}, b"\xab" * 32) == "model-abababababab"
+    assert naming.is_namespace_directory(directory_name(BASE))
+    assert naming.is_namespace_directory(directory_name({"model": "/my models/.x/../y" * 9}))
+    assert not naming.is_namespace_directory(naming.CONTROL_DIRECTORY)
     owner = naming.this_owner()
     assert naming.parse_owner(str(owner)) == owner
     assert naming.temporary_owner(f"{Path(path).name}.{owner}.1f.tmp") == owner

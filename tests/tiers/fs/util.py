@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the file tier share: a tier with a fault table, and short forms of its calls."""
+"""What the tests of the file tier share: a tier with faults, and short forms of its calls."""
 
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ async def opened(
     root: Path,
     *,
     arena: Arena | None = None,
-    digest: bytes = b"\x11" * 32,
+    fields: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wait: bool = True,
     **options: Any,
@@ -77,7 +77,7 @@ async def opened(
     """A tier on `root`; small pools, no free-space guard unless given."""
     events: list[Any] = []
     faults = fileio.Faults()
-    env = environment(digest=digest, events=events, clock=clock)
+    env = environment(fields=fields, events=events, clock=clock)
     defaults = {"read_threads": 4, "write_threads": 4, "min_free_ratio": 0.0, "retry_seconds": 0.2}
     tier = FsTier("fs", FsOptions(root=str(root), **{**defaults, **options}), env, faults)
     memory = arena or Arena(64, -(-SIZE // 4096) * 4096)
