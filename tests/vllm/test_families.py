@@ -35,7 +35,11 @@ class Case(msgspec.Struct, frozen=True):
     chunks: int
     """Chunks that a reload moves, on each rank."""
     windows: tuple[int | None, ...]
+    blocks: int
+    """Accelerator blocks that these chunks fill; of a windowed group only those in the window."""
     portable: bool = True
+    device_cache: bool = True
+    """Whether vLLM keeps a prefix cache of its own (not for latent attention on the CPU)."""
 
     def __str__(self) -> str:
         return f"{self.family}-tp{self.tp}-bpc{self.blocks_per_chunk}"
@@ -43,13 +47,13 @@ class Case(msgspec.Struct, frozen=True):
 
 CASES = [
     # 20 blocks of full attention, 2 of each of the five windowed groups.
-    Case("swa", 1, 1, 256, 2560, 30, (2, 2, 2, 2, 2, None)),
-    Case("swa", 1, 4, 256, 2560, 10, (1, 1, 1, 1, 1, None)),
+    Case("swa", 1, 1, 256, 2560, 30, (2, 2, 2, 2, 2, None), 30),
+    Case("swa", 1, 4, 256, 2560, 10, (1, 1, 1, 1, 1, None), 30),
     # Blocks of 16 tokens.
-    Case("mla", 1, 1, 256, 2592, 162, (None,)),
-    Case("mla", 2, 1, 256, 2592, 162, (None,)),
+    Case("mla", 1, 1, 256, 2592, 162, (None,), 162, device_cache=False),
+    Case("mla", 2, 1, 256, 2592, 162, (None,), 162, device_cache=False),
     # 4 blocks of 640 tokens, and one state for each of three layers.
-    Case("linear", 1, 1, 24, 2560, 7, (1, 1, 1, None), portable=True),
+    Case("linear", 1, 1, 24, 2560, 7, (1, 1, 1, None), 7, portable=False),
 ]
 
 
@@ -92,21 +96,22 @@ def check(case: Case, engine: Engine) -> None:
         assert tuple(state["windows"]) == case.windows
         assert state["portable"] == case.portable
     assert run(tokens)["cached"] == 0
+    written = [set(digests) for digests in ranks("kvt_digests", 0)]
+    # Without a prefix cache of vLLM's own this is a reload already, and only bytes can judge it.
     control = run(tokens)
     assert control["cached"] == case.cached
-    written = [set(digests) for digests in ranks("kvt_digests", 0)]
-    loaded = [state["loaded_chunks"] for state in ranks("kvt_state")]
-    assert loaded == [0] * case.tp
+    before = [state["loaded_chunks"] for state in ranks("kvt_state")]
+    assert before == [0 if case.device_cache else case.chunks] * case.tp
 
     run(prompt(2, PROMPT_TOKENS))  # the last stores go out with the next step
     again = reload()
     assert again["cached"] == case.cached
     assert same(again, control)
     states = ranks("kvt_state")
-    assert [state["loaded_chunks"] for state in states] == [case.chunks] * case.tp
+    assert [state["loaded_chunks"] - before[0] for state in states] == [case.chunks] * case.tp
     assert [state["failed_chunks"] for state in states] == [0] * case.tp
     for rank, digests in enumerate(ranks("kvt_digests", 0)):
-        assert len(written[rank].intersection(digests)) >= case.chunks * case.blocks_per_chunk
+        assert len(written[rank].intersection(digests)) >= case.blocks
 
     ranks("kvt_flip_everywhere", 0)
     damaged = reload()
