@@ -86,6 +86,20 @@ class Probe:
                 digests.append(digest.hexdigest())
         return digests
 
+    def kvt_wipe(self) -> None:
+        """Overwrite every accelerator block, so that only a load can bring old bytes back."""
+        for cache in self.kvt_worker().pages.caches.tensors:
+            cache.tensor.fill_(17)
+
+    def kvt_flip_everywhere(self, rank: int) -> None:
+        """Flip a high bit in every 64 bytes of host memory; a second call undoes it."""
+        worker = self.kvt_worker()
+        region = worker.region
+        if worker.rank == rank:
+            for slot in range(region.available_slots):
+                view = region.slot_view(slot, region.geometry.slot_bytes)
+                np.frombuffer(view, dtype=np.uint8)[33::64] ^= 0x40
+
     def kvt_damage(self, kind: str, parts: int, rank: int) -> int:
         """Damage every slot of the region alike, done by one rank; returns how many slots.
 

@@ -256,30 +256,30 @@ def test_more_prompts_than_host_memory_holds(served: Served) -> None:
 
 @pytest.mark.fault("L01")
 def test_a_killed_engine_leaves_nothing_after_the_next_start(
-    checkpoint: Callable[[str], Path], shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
 ) -> None:
     options = {
         "model": str(checkpoint("full")),
         "blocks": DEVICE_BLOCKS,
-        "extra": {"cpu_bytes_to_use": HOST_BYTES, "shm_directory": str(shm_directory)},
+        "extra": {"cpu_bytes_to_use": HOST_BYTES, "shm_directory": str(own_shm_directory)},
     }
     with Engine(tmp_path / "first", environment(1)) as engine:
         engine.start(**options)
         engine.call("generate", prompts=[prompt(1)])
-        (killed,) = shm_directory.iterdir()
+        (killed,) = own_shm_directory.iterdir()
         engine.kill()
-    assert list(shm_directory.iterdir()) == [killed]
+    assert list(own_shm_directory.iterdir()) == [killed]
     with Engine(tmp_path / "second", environment(1)) as engine:
         engine.start(**options)
-        (second,) = shm_directory.iterdir()
+        (second,) = own_shm_directory.iterdir()
         assert second != killed
         engine.call("generate", prompts=[prompt(1)])
-    assert list(shm_directory.iterdir()) == []
+    assert list(own_shm_directory.iterdir()) == []
 
 
 @pytest.mark.fault("U03")
 def test_too_little_host_memory_is_refused_with_the_minimum(
-    checkpoint: Callable[[str], Path], shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
 ) -> None:
     with (
         Engine(tmp_path / "log", environment(1)) as engine,
@@ -288,5 +288,5 @@ def test_too_little_host_memory_is_refused_with_the_minimum(
         engine.start(
             model=str(checkpoint("full")),
             blocks=DEVICE_BLOCKS,
-            extra={"cpu_bytes_to_use": 4096, "shm_directory": str(shm_directory)},
+            extra={"cpu_bytes_to_use": 4096, "shm_directory": str(own_shm_directory)},
         )
