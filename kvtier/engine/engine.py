@@ -734,7 +734,7 @@ class _AfterFork:
         if engine is not None:
             forked: Any = _Forked()
             engine._closed = True
-            engine._index = engine._planner = engine._slots = forked
+            engine._index = engine._planner = forked
             engine._lookup = forked.refuse
 
 
