@@ -273,7 +273,13 @@ class Planner:
         self._touched[request.context.request_id] = request
 
     def _hold_hits(self, request: Request, now: float) -> None:
-        """Pin what a deferred request was told it could have, as far as the bound allows."""
+        """Pin what a deferred request was told it could have, as far as the bound allows.
+
+        Not for a request that stands in the line for slots behind another.
+        """
+        first = next(iter(self._waiting), None)
+        if any(job != first and job in self._waiting for job in request.finds):
+            return
         keys = [key for key in dict.fromkeys(request.hits) if key not in request.held]
         room = self.hold_limit - self.held - self.lent
         keys = [key for key in keys[: max(0, room)] if self.index.lookup(key) == 2]
@@ -589,8 +595,7 @@ class Planner:
             mine = len(record.lent) + len(record.request.held)
             others = self.held + self.lent - mine
             late = now >= record.wanted_since + self._load_seconds / PATIENCE
-            enough = room >= min(record.wants, self.hold_limit - mine)
-            if not enough and others > 0 and not late:
+            if room < record.wants and others > self.hold_limit // 4 and not late:
                 # It waits for those before it rather than take a part of what it needs; the ones
                 # behind it wait with it, so that it is not starved.
                 return
@@ -684,7 +689,11 @@ class Planner:
             wants = record.present - record.granted
             if wants > 0:
                 record.wants = wants
-                record.wanted_since = now
+                if record.job not in self._waiting:
+                    record.wanted_since = now
+                    if self._waiting:
+                        # Behind others: what it held would keep them, and so itself, waiting.
+                        self.release(request)
                 self._waiting[record.job] = record
         self._give_back(record, message.unused, ended=message.final)
 

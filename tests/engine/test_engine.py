@@ -585,3 +585,35 @@ def test_sampled_check_looks_at_some() -> None:
         one.settle()
         assert one.load(names) == 4
         assert one.value("kvtier_verified_chunks_total", "ok") == 2
+
+
+@pytest.mark.fault("H05")
+def test_requests_in_the_line_do_not_hold_what_its_first_one_needs() -> None:
+    """Many waiting prompts, each partly in host memory: none may sit on slots while it waits."""
+    tier = Script("tier")
+    with rig(slots=24, tiers=[scripted(tier)], promotion_slots=4) as one:
+        prefixes = [keys(*range(100 * i, 100 * i + 12)) for i in range(12)]
+        for prefix in prefixes:
+            one.store(prefix)
+            one.settle()
+        # The beginning of each comes back, so that all have something to hold.
+        for prefix in prefixes:
+            one.load(prefix[:2])
+        one.settle()
+        waiting = [(prefix, one.context()) for prefix in prefixes]
+        started = time.monotonic()
+        while waiting:
+            left = []
+            for prefix, context in waiting:
+                ready, answer = one.engine.lookup_batch(prefix, context)
+                if answer is not Lookup.MISS:
+                    left.append((prefix, context))
+                    continue
+                one.check(prefix[:ready], context)
+                one.engine.finish_request(context)
+            one.engine.end_step()
+            waiting = left
+            time.sleep(0.001)
+        # A third of the load timeout is how long the first in the line would be patient.
+        assert time.monotonic() - started < 5
+        one.settle()
