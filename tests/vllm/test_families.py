@@ -52,8 +52,8 @@ CASES = [
     # Blocks of 16 tokens.
     Case("mla", 1, 1, 256, 2592, 162, (None,), 162, device_cache=False),
     Case("mla", 2, 1, 256, 2592, 162, (None,), 162, device_cache=False),
-    # 4 blocks of 640 tokens, and one state for each of three layers.
-    Case("linear", 1, 1, 24, 2560, 7, (1, 1, 1, None), 7, portable=False),
+    # 6 blocks of 384 tokens, and one state for each of three layers.
+    Case("linear", 1, 1, 24, 2304, 9, (1, 1, 1, None), 9, portable=False),
 ]
 
 
