@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -158,9 +159,10 @@ class Planner:
         # Whether there is anything to say to a service at all.
         self._active = bool(self.tiers) or self.verifier.active
         self._job = 0
+        self._request_number = 0
         self._asking: dict[str, Request] = {}  # requests with fresh keys
         self._touched: dict[str, Request] = {}  # requests with hits in this step
-        self._waiting: dict[int, FindRecord] = {}  # finds that want slots, oldest first
+        self._line: list[FindRecord] = []  # finds that want slots, those of older requests first
         self._stored: list[tuple[list[bytes], Request | None]] = []
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None
@@ -182,7 +184,10 @@ class Planner:
         request = self.requests.get(context.request_id)
         if request is None:
             tiers = [i for i, t in enumerate(self.tiers) if t.allowed(context.load_tiers)]
-            request = self.requests[context.request_id] = Request(context, tiers)
+            self._request_number += 1
+            request = self.requests[context.request_id] = Request(
+                context, tiers, self._request_number
+            )
         return request
 
     def absent(self, key: bytes, state: int, request: Request, now: float) -> Lookup:
@@ -277,9 +282,10 @@ class Planner:
 
         Not for a request that stands in the line for slots behind another.
         """
-        first = next(iter(self._waiting), None)
-        if any(job != first and job in self._waiting for job in request.finds):
-            return
+        if self._line and request.finds and self._line[0].request is not request:
+            for record in self._line:
+                if record.request is request:
+                    return
         keys = [key for key in dict.fromkeys(request.hits) if key not in request.held]
         room = self.hold_limit - self.held - self.lent
         keys = [key for key in keys[: max(0, room)] if self.index.lookup(key) == 2]
@@ -323,7 +329,7 @@ class Planner:
         for job in request.finds:
             self.out.append(m.Cancel(job))
             # What it still wanted nobody wants now.
-            self._waiting.pop(job, None)
+            self._leave_line(self.finds[job])
         keys = list(request.used)
         positions = context.positions
         if positions and request.used.keys() <= positions.keys():
@@ -556,7 +562,7 @@ class Planner:
         request.finds.add(record.job)
         slots: list[int] = []
         generations: list[int] = []
-        if not self._waiting:
+        if not self._line:
             # Slots kept free ahead: loading starts with the presence check. While others wait for
             # slots it is presence only, or many requests would hold a part each and none a whole.
             slots, generations = self._lend(record, len(keys))
@@ -586,11 +592,15 @@ class Planner:
         self.lent += len(pairs)
         return [slot for slot, _ in pairs], [generation for _, generation in pairs]
 
+    def _leave_line(self, record: FindRecord) -> None:
+        if record in self._line:
+            self._line.remove(record)
+
     def _flush_wants(self, now: float) -> None:
         """Lend slots to the finds that know what they need, oldest first."""
-        for record in self._waiting.values():
+        for record in self._line:
             self._progress(record.request, now)
-        for record in list(self._waiting.values()):
+        for record in list(self._line):
             room = self.hold_limit - self.held - self.lent
             mine = len(record.lent) + len(record.request.held)
             others = self.held + self.lent - mine
@@ -612,7 +622,7 @@ class Planner:
                 # A prompt larger than the bound gets its prefix; the rest is a miss.
                 self.out.append(m.NoMoreSlots(record.job))
                 self._recorder.add("kvtier_hold_refused_total", record.wants)
-            del self._waiting[record.job]
+            self._line.remove(record)
 
     # --- answers ---
 
@@ -683,18 +693,20 @@ class Planner:
                     (self.tiers[tier].name, "miss"),
                 )
         if message.final:
-            self._waiting.pop(record.job, None)
+            self._leave_line(record)
             request.finds.discard(record.job)
         elif alive and message.present:
             wants = record.present - record.granted
             if wants > 0:
                 record.wants = wants
-                if record.job not in self._waiting:
+                if record not in self._line:
                     record.wanted_since = now
-                    if self._waiting:
+                    # By request: one of which a part came back must not wait behind those that
+                    # wait for what it holds.
+                    insort(self._line, record, key=lambda one: (one.request.number, one.job))
+                    if self._line[0].request is not request:
                         # Behind others: what it held would keep them, and so itself, waiting.
                         self.release(request)
-                self._waiting[record.job] = record
         self._give_back(record, message.unused, ended=message.final)
 
     def _adopt(self, record: FindRecord, message: m.Found, alive: bool, now: float) -> None:
@@ -811,7 +823,7 @@ class Planner:
                 continue
             self._expires_at = min(self._expires_at, record.deadline)
             if now >= record.deadline:
-                self._waiting.pop(record.job, None)
+                self._leave_line(record)
                 for key in record.keys:
                     if record.request.status.get(key) in (ASKED, COMING):
                         record.request.status[key] = GONE
@@ -825,7 +837,7 @@ class Planner:
                     if isinstance(message, m.Find):
                         record.ended = True
                         record.request.finds.discard(record.job)
-                        self._waiting.pop(record.job, None)
+                        self._leave_line(record)
                         record.request.status.update(dict.fromkeys(record.keys, GONE))
                     self._give_back(record, message.slots)
                     if record.ended and not record.lent:
@@ -861,7 +873,7 @@ class Planner:
                         record.request.status[key] = GONE
             self._give_back(record, list(record.lent))
         self.finds.clear()
-        self._waiting.clear()
+        self._line.clear()
         for cascade in self.cascades.values():
             for i in cascade.tiers:
                 if not cascade.stale:
@@ -908,7 +920,7 @@ class Planner:
             request.verified.clear()
         self._asking.clear()
         self._touched.clear()
-        self._waiting.clear()
+        self._line.clear()
         self._stored.clear()
         for tier in self.tiers:
             tier.backlog.clear()

@@ -23,6 +23,7 @@ class Request:
         "hits",
         "hold_until",
         "load_until",
+        "number",
         "sources",
         "status",
         "tiers",
@@ -32,8 +33,10 @@ class Request:
         "window_left",
     )
 
-    def __init__(self, context: RequestContext, tiers: list[int]) -> None:
+    def __init__(self, context: RequestContext, tiers: list[int], number: int) -> None:
         self.context = context
+        self.number = number
+        """Rises from request to request: the older one is served first."""
         self.tiers = tiers
         """Tiers it may load from, in order."""
         self.status: dict[bytes, int] = {}

@@ -188,7 +188,17 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 ToService = Find | Verify | Lend | NoMoreSlots | Cascade | Cancel | Reset | Close | Audit
 ToOwner = (
-    Ready | Found | Verified | Stored | Returned | Health | Samples | Events | Resources | ResetDone | Closed
+    Ready
+    | Found
+    | Verified
+    | Stored
+    | Returned
+    | Health
+    | Samples
+    | Events
+    | Resources
+    | ResetDone
+    | Closed
 )
 
 encoder = msgspec.msgpack.Encoder()
