@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -50,6 +51,8 @@ STEP_LOOKUPS = 512
 LOOKUP_THREADS = 4
 HANDLES_SECONDS = 0.25
 """Pause after the process ran out of descriptors."""
+ANNOUNCE_PARTS = 64
+"""Instances tell each other when they have written this part of their common limit."""
 EVICT_FOR_ERROR_BYTES = 1 << 30
 EVICT_FOR_ERROR_PART = 0.05
 """Room made after "disk full": this part of what is there, at most so many bytes."""
@@ -91,6 +94,7 @@ class FsTier(Tier):
         self._janitor_ended = asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
         self._storing_bytes = 0
+        self._unannounced_bytes = 0
         self._fallbacks = 0
         self._state = "new"
 
@@ -310,6 +314,13 @@ class FsTier(Tier):
                 self.usage.found(item.key, batch.blocks(i))
             if item.crc is None:
                 item.crc = batch.crc(i)
+        self._unannounced_bytes += sum(
+            batch.blocks(i) * 512 for i in range(len(items)) if batch.status(i) == 0
+        )
+        if self._unannounced_bytes * ANNOUNCE_PARTS > (self.options.capacity_bytes or math.inf):
+            # Other instances under the same limit should not learn of much at a time.
+            self._unannounced_bytes = 0
+            self._janitor.wake()
 
     def _after_store(
         self, files: fileio.Directory, outcomes: Sequence[Outcome], tried_bytes: int

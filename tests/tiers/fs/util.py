@@ -100,5 +100,11 @@ def temporary_files(root: Path) -> list[str]:
 
 
 def used_bytes(root: Path) -> int:
-    """Space of all chunk files, as the filesystem counts it."""
-    return sum(os.stat(path).st_blocks * 512 for path in root.rglob("*.kv"))
+    """Space of all chunk files, as the filesystem counts it; files may go while it counts."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name.endswith(".kv"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(folder, name)).st_blocks * 512
+    return total
