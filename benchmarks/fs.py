@@ -47,7 +47,7 @@ class Subject:
         self.content = np.random.default_rng(1).integers(0, 256, (count, size), dtype=np.uint8)
         env = make_env(sizes=(size,), num_slots=count, definitions=FsTier.metric_definitions())
         options = FsOptions(
-            root=root, read_threads=threads, write_threads=threads, min_free_ratio=0.0
+            root_dir=root, read_threads=threads, write_threads=threads, min_free_ratio=0.0
         )
         self.tier = FsTier("fs", options, env)
         self.rows = self.arena.rows
@@ -217,7 +217,7 @@ async def presence(folder: str, args: argparse.Namespace) -> list[Case]:
         script.append(peer_root)
     write_elsewhere(script, asked[::2])
     env = make_env(sizes=(4096,), definitions=FsTier.metric_definitions())
-    tier = FsTier("fs", FsOptions(root=root, min_free_ratio=0.0), env)
+    tier = FsTier("fs", FsOptions(root_dir=root, min_free_ratio=0.0), env)
     await tier.open()
     peer = None
     if args.peer:

@@ -109,6 +109,7 @@ FAULTS: Mapping[str, str] = {
     "F02": "direct I/O with odd addresses or lengths is refused",
     "F03": "the filesystem cannot preallocate",
     "F04": "every store fails and nobody is told why",
+    "C27": "There is no network client: no tier opens connections.",
     "F07": "the path of a socket is too long",
     "F09": "a mapped cache file is truncated",
     "F10": "a fixed path belongs to another user",

@@ -54,7 +54,7 @@ class KVTierOpener:
             "lookup_timeout_seconds": self._lookup_timeout_seconds,
         }
         if strategy == "host+fs":
-            config["tiers"] = [{"type": "fs", "name": "fs", "root": str(tier_directory)}]
+            config["tiers"] = [{"type": "fs", "name": "fs", "root_dir": str(tier_directory)}]
         return config
 
     def __call__(

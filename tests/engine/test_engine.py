@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +195,7 @@ def test_damaged_bytes_are_never_ready() -> None:
 
 
 @pytest.mark.fault("H13")
+@pytest.mark.fault("V05")
 def test_load_with_the_host_full_of_pinned_chunks() -> None:
     tier = Script("tier")
     with rig(slots=8, tiers=[scripted(tier)], lookup_timeout_seconds=0.2, promotion_slots=0) as one:
@@ -616,4 +619,39 @@ def test_requests_in_the_line_do_not_hold_what_its_first_one_needs() -> None:
             time.sleep(0.001)
         # A third of the load timeout is how long the first in the line would be patient.
         assert time.monotonic() - started < 5
+        one.settle()
+
+
+@pytest.mark.fault("C13")
+@pytest.mark.fault("C20")
+def test_keys_are_compared_whole() -> None:
+    """Adapters, salts and partial blocks are in the content hash; no part of one stands for it."""
+    tier = Script("tier")
+    with rig(slots=8, tiers=[scripted(tier)]) as one:
+        name = key(0x0102030405060708)
+        one.store([name])
+        one.settle()
+        others = [bytes([*name[:i], name[i] ^ 1, *name[i + 1 :]]) for i in range(len(name) - 4)]
+        others += [name[:cut] + name[-4:] for cut in (4, 8, 16, 24, 31)]
+        others += [name[:-4] + b"\0" + name[-4:]]
+        for other in others:
+            assert one.load([other]) == 0
+        assert one.load([name]) == 1
+        one.settle()
+
+
+@pytest.mark.fault("V02")
+def test_tiers_in_a_child_leave_no_thread_beside_the_scheduler(tmp_path: Path) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    fs = {"type": "fs", "root_dir": str(tmp_path)}
+    with rig(slots=8, tiers=[fs], isolation="process") as one:
+        one.store(keys(1, 2, 3))
+        one.settle()
+        assert {thread.name for thread in threading.enumerate()} == before
+        one.engine.audit()
+        one.until(lambda: one.engine.resources is not None)
+        assert one.engine.resources.threads > 1
+    with rig(slots=8, tiers=[fs], isolation="thread") as one:
+        # The comparison can fail: here they are.
+        assert {thread.name for thread in threading.enumerate()} != before
         one.settle()

@@ -167,7 +167,9 @@ class Janitor:
             try:
                 self._look_at_root(report)
                 if self._root is None:
-                    fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    fd = os.open(
+                        self._options.root_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                    )
                     self._root = fileio.Directory(
                         fd, self._digest, str(self._owner), faults=self._faults
                     )
@@ -204,7 +206,7 @@ class Janitor:
 
     def _look_at_root(self, report: Report) -> None:
         """Whether the path still leads to the directory that the tier has open."""
-        path = os.path.join(self._options.root, self._directory)
+        path = os.path.join(self._options.root_dir, self._directory)
         try:
             stat = os.stat(path)
             there: tuple[int, int] | None = (stat.st_dev, stat.st_ino)
@@ -222,7 +224,7 @@ class Janitor:
         Behind an unmounted filesystem there is the mount point, on another device, and writing
         there would fill the wrong disk.
         """
-        path = self._options.root
+        path = self._options.root_dir
         try:
             if os.path.isdir(os.path.join(path, self._directory)):
                 return True
@@ -304,7 +306,7 @@ class Janitor:
         return time.time() - mtime > self._options.stale_seconds
 
     def _look_at_space(self) -> None:
-        space = os.statvfs(self._options.root)
+        space = os.statvfs(self._options.root_dir)
         free = space.f_bavail * space.f_frsize
         guard = max(
             self._options.min_free_bytes or 0,
@@ -399,7 +401,7 @@ class Janitor:
             os.close(fd)
 
     def _control(self) -> str:
-        path = os.path.join(self._options.root, naming.CONTROL_DIRECTORY)
+        path = os.path.join(self._options.root_dir, naming.CONTROL_DIRECTORY)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, self._options.directory_mode)
         return path

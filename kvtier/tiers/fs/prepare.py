@@ -57,7 +57,7 @@ def prepare(
     TierLostError
         The medium does not work at the moment.
     """
-    path = os.path.join(options.root, namespace.directory_name(fields))
+    path = os.path.join(options.root_dir, namespace.directory_name(fields))
     full = read_only = False
     try:
         with _failure(path):

@@ -110,7 +110,7 @@ class FsTier(Tier):
     @property
     def path(self) -> str:
         """The namespace's directory."""
-        return os.path.join(self.options.root, self._directory_name)
+        return os.path.join(self.options.root_dir, self._directory_name)
 
     async def open(self) -> None:
         """Make and try the directory, start the threads; the walk over it goes on behind.

@@ -15,7 +15,7 @@ class FsContract(TierContract):
     options: ClassVar[dict[str, Any]] = {}
 
     def make_tier(self, env: TierEnv, tmp_path: Path) -> Tier:
-        return FsTier("fs", FsOptions(root=str(tmp_path / "root"), **self.options), env)
+        return FsTier("fs", FsOptions(root_dir=str(tmp_path / "root"), **self.options), env)
 
     def definitions(self) -> Sequence[Any]:
         return FsTier.metric_definitions()

@@ -431,7 +431,7 @@ async def test_open_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(module, "prepare", hang)
     monkeypatch.setattr(module, "OPEN_SECONDS", 0.2)
-    tier = FsTier("fs", FsOptions(root=str(tmp_path / "root")), environment())
+    tier = FsTier("fs", FsOptions(root_dir=str(tmp_path / "root")), environment())
     try:
         with pytest.raises(TierLostError):
             await tier.open()

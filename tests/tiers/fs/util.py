@@ -79,7 +79,7 @@ async def opened(
     faults = fileio.Faults()
     env = environment(fields=fields, events=events, clock=clock)
     defaults = {"read_threads": 4, "write_threads": 4, "min_free_ratio": 0.0, "retry_seconds": 0.2}
-    tier = FsTier("fs", FsOptions(root=str(root), **{**defaults, **options}), env, faults)
+    tier = FsTier("fs", FsOptions(root_dir=str(root), **{**defaults, **options}), env, faults)
     memory = arena or Arena(64, -(-SIZE // 4096) * 4096)
     await tier.open()
     try:
