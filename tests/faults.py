@@ -109,7 +109,6 @@ FAULTS: Mapping[str, str] = {
     "F02": "direct I/O with odd addresses or lengths is refused",
     "F03": "the filesystem cannot preallocate",
     "F04": "every store fails and nobody is told why",
-    "C27": "There is no network client: no tier opens connections.",
     "F07": "the path of a socket is too long",
     "F09": "a mapped cache file is truncated",
     "F10": "a fixed path belongs to another user",
@@ -185,6 +184,7 @@ FAULTS: Mapping[str, str] = {
 """Fault to what was seen."""
 
 REASONS: Mapping[str, str] = {
+    "C27": "There is no network client: no tier opens connections.",
     "F07": "No socket of kvtier has a path: the tier service gets its socket pair as a descriptor.",
     "F09": "No file is mapped but the region, which is memory.",
     "F11": "No extended attributes are used: checksums stand in the files.",
