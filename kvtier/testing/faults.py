@@ -139,7 +139,7 @@ class ScriptedTier(Tier):
             raise
         if operation in script.raises:
             script.running[operation] -= 1
-            raise script.raises[operation]
+            raise script.raises[operation].with_traceback(None)
         if operation in script.always:
             return script.always[operation]
         return script.outcomes[operation].pop(0) if script.outcomes[operation] else None
