@@ -506,7 +506,11 @@ class Planner:
         for record in list(self._waiting.values()):
             room = self.hold_limit - self.held - self.lent
             mine = len(record.lent) + len(record.request.held)
-            others = self.held + self.lent - mine
+            # What other waiting requests hold does not come back while they wait, perhaps for this
+            # one: then a part is better than all of them waiting for their deadlines.
+            stuck = {id(other.request): other.request for other in self._waiting.values()}
+            stuck.pop(id(record.request), None)
+            others = self.held + self.lent - mine - sum(len(r.held) for r in stuck.values())
             late = now >= record.wanted_since + self._config.lookup_timeout_seconds
             enough = room >= min(record.wants, self.hold_limit - mine)
             if not enough and others > 0 and not late:

@@ -137,34 +137,31 @@ def test_a_slot_stays_until_its_copy_has_ended(
     """However often the call is cancelled: its thread still copies, and the slot is not free."""
 
     async def main() -> None:
-        async with kvtier.open(config(2), chunk_bytes=CHUNK) as cache:
+        async with kvtier.open(config(1), chunk_bytes=CHUNK) as cache:
             if call == "load":
-                await cache.store(chunks(1, 2))
+                await cache.store(chunks(1))
             slow = Slow(monkeypatch)
             one = asyncio.ensure_future(
-                cache.store(chunks(1, 2)) if call == "store" else cache.load(keys(1, 2))
+                cache.store(chunks(1)) if call == "store" else cache.load(keys(1))
             )
             await slow.begun()
             for _ in range(times):
                 one.cancel()
                 await asyncio.sleep(0.005)
-            assert not one.done()
-            other = await cache.store({})
-            assert other.stored == []
-            # Nobody gets the slots: not even for want of any other.
-            reservation = cache.engine.reserve(keys(8, 9), context := cache_context())
+            early = one.done()
+            # Nobody gets the slot.
+            reservation = cache.engine.reserve(keys(8), context := cache_context())
             assert reservation.keys == []
             cache.engine.finish_request(context)
             slow.go.set()
+            assert not early
             with pytest.raises(asyncio.CancelledError):
                 await one
             whole(cache)
             # No partly written chunk is visible, and the slots are free again.
             assert await cache.exists(keys(1)) == (1 if call == "load" else 0)
-            assert len((await cache.store(chunks(8, 9))).stored) == 2
-            assert [bytes(view) for view in await cache.load(keys(8, 9))] == list(
-                chunks(8, 9).values()
-            )
+            assert len((await cache.store(chunks(8))).stored) == 1
+            assert [bytes(view) for view in await cache.load(keys(8))] == list(chunks(8).values())
 
     run(main())
 
@@ -183,7 +180,10 @@ def test_cancelled_at_every_await(run: Run, monkeypatch: pytest.MonkeyPatch, cal
     async def main() -> None:
         script = Script("tier")
         settings = config(
-            4, tiers=[scripted(script, max_inflight_bytes=CHUNK)], lookup_timeout_seconds=5.0
+            4,
+            tiers=[scripted(script, max_inflight_bytes=CHUNK)],
+            lookup_timeout_seconds=5.0,
+            max_hold_ratio=1.0,
         )
         ended = 0
         async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
@@ -201,10 +201,10 @@ def test_cancelled_at_every_await(run: Run, monkeypatch: pytest.MonkeyPatch, cal
                     "flush": cache.flush,
                 }
                 one = asyncio.ensure_future(calls[call]())
-                for _ in range(turns):
+                for _ in range(min(turns, 30)):
                     await asyncio.sleep(0)
-                    if turns > 20:
-                        await asyncio.sleep(0.0005)
+                if turns > 30:
+                    await asyncio.sleep(0.001 * 1.2 ** (turns - 30))
                 one.cancel()
                 try:
                     await one
@@ -237,9 +237,7 @@ def test_many_calls_at_once(run: Run) -> None:
             nonlocal loaded
             for turn in range(6):
                 names = [(number * 7 + turn * 3 + i) % 10 for i in range(2)]
-                for name, view in zip(
-                    keys(*names), await cache.load(keys(*names)), strict=False
-                ):
+                for name, view in zip(keys(*names), await cache.load(keys(*names)), strict=False):
                     assert bytes(view) == payload(name, length)
                     loaded += 1
                 store = asyncio.ensure_future(cache.store(chunks(*set(names), length=length)))

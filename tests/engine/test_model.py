@@ -48,8 +48,7 @@ def prefix(number: int, length: int = LENGTH) -> list[bytes]:
     """Keys of a prompt; odd prompts share their first half with the even one before them."""
     shared = length // 2 if number % 2 else 0
     return [
-        key(1000 * (number - 1 if i < shared and number % 2 else number) + i)
-        for i in range(length)
+        key(1000 * (number - 1 if i < shared and number % 2 else number) + i) for i in range(length)
     ]
 
 
@@ -306,9 +305,9 @@ class World:
             assert len(tier.backlog) <= SLOTS
             assert len(tier.refused) <= SLOTS
             assert tier.inflight_bytes <= 3 * CHUNK
-        assert len(planner.requests) <= len(self.open) + len(self.writes) + len(
-            self.orphans
-        ) + len(self.reads)
+        assert len(planner.requests) <= len(self.open) + len(self.writes) + len(self.orphans) + len(
+            self.reads
+        )
 
     def _everything_is_back(self) -> bool:
         # At one moment: a chunk that was refused may go out again at the next.

@@ -285,9 +285,7 @@ def test_plain_integers_are_outcomes(run: Run, bench: Bench) -> None:
     run(main())
 
 
-def test_loads_go_before_stores(
-    run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_go_before_stores(run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long store yields to a load between its batches, but is not starved by it."""
     script = Script("tier")
     monkeypatch.setattr(lane_module, "STORE_BATCH_BYTES", 1)
