@@ -603,7 +603,10 @@ class Planner:
         for record in list(self._line):
             room = self.hold_limit - self.held - self.lent
             mine = len(record.lent) + len(record.request.held)
-            others = self.held + self.lent - mine
+            # What others in the line hold does not come back while they wait, perhaps for this one.
+            waiting = {one.request for one in self._line if one.request is not record.request}
+            stuck = sum(len(request.held) for request in waiting)
+            others = self.held + self.lent - mine - stuck
             late = now >= record.wanted_since + self._load_seconds / PATIENCE
             if room < record.wants and others > self.hold_limit // 4 and not late:
                 # It waits for those before it rather than take a part of what it needs; the ones
