@@ -7,11 +7,10 @@ Everything here runs on the service's loop, never on the scheduler's thread.
 from __future__ import annotations
 
 import abc
-import builtins
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -94,6 +93,10 @@ class TierEnv:
     """vLLM's spec object, for classes that were written for vLLM."""
 
 
+OptionsType: TypeAlias = type[msgspec.Struct]
+"""Inside a tier's class the word ``type`` is its name in the configuration."""
+
+
 class Tier(abc.ABC):
     """A secondary tier.
 
@@ -108,7 +111,7 @@ class Tier(abc.ABC):
     """"CPU" or "STORAGE", as in vLLM's events and tier filters."""
     locality: str = "LOCAL"
     """"LOCAL" or "REMOTE"."""
-    options_type: ClassVar[builtins.type[msgspec.Struct]]
+    options_type: ClassVar[OptionsType]
     """Frozen struct with the tier's own configuration keys."""
     private: ClassVar[bool] = False
     """Only this instance writes here, so that absence can be known without asking."""

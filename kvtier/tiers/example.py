@@ -8,16 +8,16 @@ it needs no lock; a tier that does I/O would hand its calls to threads or socket
 from __future__ import annotations
 
 import asyncio
-import builtins
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import msgspec
 
+from kvtier.errors import ClosedError
 from kvtier.obs.events import Event, Operation
 from kvtier.options import Bytes
-from kvtier.tiers.base import Slot, Tier, TierContext, TierEnv
+from kvtier.tiers.base import OptionsType, Slot, Tier, TierContext, TierEnv
 from kvtier.types import Outcome, Presence, key_group
 
 SLICE = 64
@@ -38,16 +38,18 @@ class ExampleTier(Tier):
 
     type: ClassVar[str] = "example"
     medium: ClassVar[str] = "CPU"
-    options_type: ClassVar[builtins.type[msgspec.Struct]] = ExampleOptions
+    options_type: ClassVar[OptionsType] = ExampleOptions
     private: ClassVar[bool] = True
 
     def __init__(self, name: str, options: ExampleOptions, env: TierEnv) -> None:
         super().__init__(name, options, env)
         self._chunks: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()  # payload, CRC
         self._used_bytes = 0
+        self._is_open = False
 
     async def open(self) -> None:
-        """Nothing to open: memory is taken as chunks come."""
+        # Memory is taken as chunks come.
+        self._is_open = True
 
     async def exists(self, keys: Sequence[bytes], ctx: TierContext) -> list[Presence]:
         await self._pause()
@@ -59,6 +61,7 @@ class ExampleTier(Tier):
         for number, item in enumerate(items):
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
+                self._check_open()
             outcomes.append(self._store(item))
         return outcomes
 
@@ -85,6 +88,7 @@ class ExampleTier(Tier):
         for number, item in enumerate(items):
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
+                self._check_open()
             found = self._chunks.get(item.key)
             if found is None:
                 outcomes.append(Outcome.MISSING)
@@ -107,12 +111,20 @@ class ExampleTier(Tier):
         self._gauges()
 
     async def aclose(self, deadline: float) -> None:
+        self._is_open = False
         self._chunks.clear()
         self._used_bytes = 0
 
     async def _pause(self) -> None:
+        self._check_open()
         if self.options.delay_seconds:
             await asyncio.sleep(self.options.delay_seconds)
+            self._check_open()
+
+    def _check_open(self) -> None:
+        # After every wait: a call that goes on after ``aclose`` would leave chunks behind.
+        if not self._is_open:
+            raise ClosedError(f"tier {self.name} is closed")
 
     def _gauges(self) -> None:
         labels = (self.name,)

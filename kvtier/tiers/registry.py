@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvtier.config import TierConfig
+from kvtier.config import COMMON_KEYS, TierConfig
 from kvtier.errors import ConfigError
-from kvtier.options import decode_options, nearest
-from kvtier.tiers.adapter import AdaptedTier, is_secondary_tier_manager
+from kvtier.options import decode_options, join, nearest
+from kvtier.tiers.adapter import adapted_class, check_class, is_secondary_tier_manager
 from kvtier.tiers.base import Tier, TierEnv
 
 BUILT_IN: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -37,7 +37,7 @@ def load_class(config: TierConfig) -> type[Any]:
     if config.module_path is None:
         if config.type not in BUILT_IN:
             near = nearest(config.type, BUILT_IN)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = f"; did you mean {near}?" if near else "."
             raise ConfigError(
                 f"tier {config.name}: there is no type {config.type!r} (known: "
                 f"{', '.join(sorted(BUILT_IN))}){hint} A class of your own needs module_path."
@@ -47,13 +47,17 @@ def load_class(config: TierConfig) -> type[Any]:
         module_path, name = config.module_path, config.type
     try:
         module = importlib.import_module(module_path)
-    except ImportError as exc:
+    except Exception as exc:
+        # Whatever a module of other people does while it loads.
         raise ConfigError(
-            f"tier {config.name}: cannot import module_path {module_path!r}: {exc}"
+            f"tier {config.name}: cannot import module_path {module_path!r}: "
+            f"{type(exc).__name__}: {exc}"
         ) from exc
     kind = getattr(module, name, None)
     if not isinstance(kind, type):
-        raise ConfigError(f"tier {config.name}: {module_path} has no class {name!r}")
+        near = nearest(name, [word for word, it in vars(module).items() if isinstance(it, type)])
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"tier {config.name}: {module_path} has no class {name!r}{hint}")
     if not issubclass(kind, Tier) and not is_secondary_tier_manager(kind):
         raise ConfigError(
             f"tier {config.name}: {module_path}.{name} is neither a kvtier Tier nor has it the "
@@ -65,7 +69,7 @@ def load_class(config: TierConfig) -> type[Any]:
 def tier_class(config: TierConfig) -> type[Tier]:
     """Like ``load_class``; the adapter's class where the class is no kvtier Tier."""
     kind = load_class(config)
-    return kind if issubclass(kind, Tier) else AdaptedTier
+    return kind if issubclass(kind, Tier) else adapted_class(kind)
 
 
 def is_adapted(config: TierConfig) -> bool:
@@ -82,17 +86,25 @@ def check_options(config: TierConfig, path: str) -> None:
         With the path of the wrong key.
     """
     kind = load_class(config)
-    if issubclass(kind, Tier):
-        decode_options(kind.options_type, config.options, path)
+    if not issubclass(kind, Tier):
+        check_class(kind, config, path)
+        return
+    if isinstance(config.backpressure, Mapping):
+        raise ConfigError(
+            f"{join(path, 'backpressure')}: give defer or drop; detectors are for classes that "
+            f"were written for vLLM"
+        )
+    decode_options(kind.options_type, config.options, path, also_known=COMMON_KEYS)
 
 
 def make_tier(config: TierConfig, env: TierEnv) -> Tier:
     """The tier, not opened yet."""
     kind = load_class(config)
     if not issubclass(kind, Tier):
-        return AdaptedTier(config.name, config, env, kind)
-    options = decode_options(kind.options_type, config.options, f"tier {config.name}")
-    tier: Tier = kind(config.name, options, env)
+        tier: Tier = adapted_class(kind)(config.name, config, env)
+    else:
+        options: Any = decode_options(kind.options_type, config.options, f"tier {config.name}")
+        tier = kind(config.name, options, env)
     if config.locality is not None:
         tier.locality = config.locality
     return tier

@@ -59,7 +59,7 @@ class GatedTier(Tier):
     async def exists(self, keys: Sequence[bytes], ctx: TierContext) -> list[Presence]:
         await self._gate("exists")
         if Path(self.options.folder, "hang").exists():
-            time.sleep(3600)  # noqa: ASYNC251 - the loop is to hang
+            time.sleep(3600)
         return [Presence(self._path(key).exists()) for key in keys]
 
     async def store(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
