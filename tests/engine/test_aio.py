@@ -51,7 +51,7 @@ def whole(cache: Cache) -> None:
     """Nothing is pinned, reserved, lent or remembered once no call is under way."""
     engine = cache.engine
     engine.check()
-    totals = engine._slots.totals()
+    totals = engine.cache.slots.totals()
     planner = engine._planner
     assert totals["owner_pins"] == planner.held == 0
     assert engine._index.num_writing == 0
@@ -91,7 +91,7 @@ def test_four_times_the_memory_of_the_host(run: Run, tmp_path: Path) -> None:
     """With a file tier nothing is lost: all of it is found again, exact."""
 
     async def main() -> None:
-        tiers = [{"type": "fs", "root": str(tmp_path)}]
+        tiers = [{"type": "fs", "root_dir": str(tmp_path)}]
         settings = config(16, tiers=tiers, lookup_timeout_seconds=10.0)
         async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
             for start in range(0, 64, 8):
@@ -212,7 +212,7 @@ def test_cancelled_at_every_await(run: Run, monkeypatch: pytest.MonkeyPatch, cal
                 except asyncio.CancelledError:
                     pass
                 cache.engine.check()
-                totals = cache.engine._slots.totals()
+                totals = cache.engine.cache.slots.totals()
                 assert totals["owner_pins"] == 0
                 assert cache.engine._index.num_writing == 0
                 await cache.flush()

@@ -296,7 +296,7 @@ class World:
             index.num_free + index.num_writing + index.num_ready + index.num_lent
         ) + index.num_orphans
         assert parts == index.capacity == SLOTS
-        totals = engine._slots.totals()
+        totals = engine.cache.slots.totals()
         pinned = sum(len(read.keys) for read in self.reads)
         assert totals["owner_pins"] == pinned + planner.held
         assert index.num_writing == sum(len(write.keys) for write in self.writes)
@@ -313,7 +313,7 @@ class World:
         # At one moment: a chunk that was refused may go out again at the next.
         engine = self.engine
         index, planner = engine._index, engine._planner
-        totals = engine._slots.totals()
+        totals = engine.cache.slots.totals()
         return (
             engine._service_up  # one that is just starting again included
             and engine.idle

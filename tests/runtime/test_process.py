@@ -132,7 +132,7 @@ def test_killed_at(point: str, gates: Gates, monkeypatch: pytest.MonkeyPatch) ->
         if point == "load":
             assert one.engine._planner.lent == 3
         if point == "store":
-            assert one.engine._slots.totals()["service_pins"] == 2
+            assert one.engine.cache.slots.totals()["service_pins"] == 2
         if point == "opening":  # the second one is killed while it starts
             gates.close("open")
         os.kill(first, signal.SIGKILL)
@@ -145,7 +145,7 @@ def test_killed_at(point: str, gates: Gates, monkeypatch: pytest.MonkeyPatch) ->
         assert one.value("kvtier_tier_up", "gated") == 0
         assert b'kvtier_breaker_state{tier="gated"}' not in one.engine.registry.render()
         one.until(lambda: one.engine._planner.clear_pins())
-        totals = one.engine._slots.totals()
+        totals = one.engine.cache.slots.totals()
         assert (totals["service_pins"], totals["owner_pins"]) == (0, 1)
         assert (totals["writing"], one.engine._index.num_lent) == (0, 0)
         one.engine.check()
@@ -176,7 +176,7 @@ def test_killed_at(point: str, gates: Gates, monkeypatch: pytest.MonkeyPatch) ->
         one.until(lambda: wanted <= {path.name for path in gates.folder.iterdir()})
         assert one.load(keys(1, 2, 3)) == 3
         one.settle()
-        assert one.engine._slots.totals()["service_pins"] == 0
+        assert one.engine.cache.slots.totals()["service_pins"] == 0
 
 
 def test_stopped_and_continued(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:

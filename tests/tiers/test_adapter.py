@@ -367,7 +367,7 @@ def test_a_job_without_an_end_costs_its_slots_alone() -> None:
         one.until(lambda: one.value("kvtier_chunks_total", "cued", "store", "timeout") >= 1)
         assert one.load(keys(3, 4)) == 2  # from host memory, meanwhile
         manager.held = False
-        one.until(lambda: one.engine._slots.totals()["service_pins"] == 0)
+        one.until(lambda: one.engine.cache.slots.totals()["service_pins"] == 0)
         one.settle()
 
 
