@@ -111,7 +111,7 @@ def test_deadline(run: Run, bench: Bench, operation: str, stubborn: bool) -> Non
         else:
             outcomes, settled = await lane.store(slots, context(0.1), never())
             assert outcomes == [Outcome.TIMEOUT]
-        assert 0.1 <= time.monotonic() - started < 1.0
+        assert 0.09 <= time.monotonic() - started < 1.0  # timers fire a little early
         assert all(call.done() for call in settled) != (stubborn and operation != "exists")
         assert bool(lane.tasks) == stubborn
         script.gates[operation].open()

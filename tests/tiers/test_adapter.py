@@ -137,7 +137,7 @@ async def test_the_class_sees_other_keys_in_another_namespace(arena: Arena) -> N
         Cued.persistent.update(manager.chunks)
     async with cued(arena) as (tier, _):
         assert await tier.exists([key], context()) == [Presence.PRESENT]
-    async with cued(arena, digest=b"\x22" * 32) as (tier, _):
+    async with cued(arena, fields={"model": "another"}) as (tier, _):
         assert await tier.exists([key], context()) == [Presence.ABSENT]
         assert (await load(tier, arena, key))[0] is Outcome.MISSING
 
