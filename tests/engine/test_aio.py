@@ -189,7 +189,7 @@ def test_cancelled_at_every_await(run: Run, monkeypatch: pytest.MonkeyPatch, cal
         async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
             await cache.store(chunks(1, 2, 3))
             assert await cache.flush()
-            for turns in range(60):
+            for turns in range(45):
                 script.seconds_per_byte = 0.001 / CHUNK
                 await cache.store(chunks(100 + 2 * turns, 101 + 2 * turns))
                 calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
@@ -204,7 +204,7 @@ def test_cancelled_at_every_await(run: Run, monkeypatch: pytest.MonkeyPatch, cal
                 for _ in range(min(turns, 30)):
                     await asyncio.sleep(0)
                 if turns > 30:
-                    await asyncio.sleep(0.001 * 1.2 ** (turns - 30))
+                    await asyncio.sleep(0.001 * 1.35 ** (turns - 30))
                 one.cancel()
                 try:
                     await one
