@@ -424,7 +424,7 @@ async def open_cache(config: Config, geometry: Geometry, namespace: Mapping[str,
 
 
 @contextlib.asynccontextmanager
-async def open(  # noqa: A001 - kvtier.open reads like the built-in on purpose
+async def open(
     config: Config | Mapping[str, Any] | str | os.PathLike[str],
     *,
     chunk_bytes: int | Sequence[int] | None = None,

@@ -29,7 +29,7 @@ from kvtier.engine.planner import Planner, TierState
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
 from kvtier.host.region import Region, sweep
 from kvtier.namespace import namespace_digest, new_epoch, with_epoch
-from kvtier.obs.events import Event, EventBus
+from kvtier.obs.events import Event, EventBus, Operation
 from kvtier.obs.metrics import METRICS, Recorder, Registry, Sample
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
@@ -526,7 +526,11 @@ class Engine:
     # --- metrics and events ---
 
     def _emit(
-        self, operation: str, keys: Sequence[bytes], source: str | None, destination: str | None
+        self,
+        operation: Operation,
+        keys: Sequence[bytes],
+        source: str | None,
+        destination: str | None,
     ) -> None:
         self._recorder.add("kvtier_events_total", len(keys) or 1, (operation,))
         if not self.events.active:

@@ -23,6 +23,7 @@ from kvtier.config import Config, TierConfig
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.transfers import CascadeRecord, FindRecord
 from kvtier.errors import InternalError
+from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.types import Geometry, Lookup, Outcome, RequestContext, TierMatch, key_group
@@ -39,7 +40,7 @@ MAX_RETRY_SECONDS = 30.0
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
-Emit = Callable[[str, Sequence[bytes], str | None, str | None], None]
+Emit = Callable[[Operation, Sequence[bytes], str | None, str | None], None]
 """``emit(operation, keys, source, destination)``."""
 
 

@@ -325,27 +325,28 @@ class FindJob:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""
         until = min(self._message.deadline, self._next_ask() or math.inf)
         wake = self._tasks.start(self._wake.wait(), "wake")
+        waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
         try:
-            done, _ = await asyncio.wait(
-                {wake, self._stop, *self._loads},
+            await asyncio.wait(
+                waits,
                 timeout=max(0.0, until - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
             wake.cancel()
-        self._collect(done)
+        self._collect()
 
-    def _collect(self, done: set[asyncio.Future[Any]]) -> None:
-        for task in done & self._loads:
-            self._loads.discard(task)  # type: ignore[arg-type]  # it came from there
+    def _collect(self) -> None:
+        for task in [task for task in self._loads if task.done()]:
+            self._loads.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 log.error("a load failed inside kvtier", exc_info=task.exception())
 
     async def _end(self) -> None:
         # The lanes end their calls at the deadline or on stop, so this is short.
         if self._loads:
-            done, _ = await asyncio.wait(self._loads)
-            self._collect(done)
+            await asyncio.wait(self._loads)
+            self._collect()
         await self._tasks.aclose()
         cause = Outcome.CANCELLED if self._stop.done() else Outcome.TIMEOUT
         failed, outcomes, absent = [], [], []

@@ -410,7 +410,7 @@ class Lane:
 class Call(Generic[T]):
     """How a call into a tier ended, or that it was given up (``late``) and may still run."""
 
-    __slots__ = ("error", "late", "settled", "_task")
+    __slots__ = ("_task", "error", "late", "settled")
 
     def __init__(self, task: asyncio.Task[T], late: bool) -> None:
         self._task = task

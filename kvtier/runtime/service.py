@@ -3,8 +3,8 @@
 
 Runs on an asyncio loop of its own, in a thread or in a child process (``runtime.thread``,
 ``runtime.child``); both hand it the same messages. Owns one lane a tier and one task a job.
-Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a pin
-goes back only when no call touches the slot any more.
+Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a
+pin goes back only when no call touches the slot any more.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Memory:
         lengths = np.array([item.length for item in items], dtype=np.int64)
         loop = asyncio.get_running_loop()
         crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
-        return crcs.tolist()
+        return [int(crc) for crc in crcs]
 
     def close(self) -> None:
         """End the checksum threads."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine over real carriers: what is stored is found again, exact, from where it should come."""
+"""The engine over real carriers: what is stored is found again, exact, from the right place."""
 
 from __future__ import annotations
 

@@ -85,15 +85,17 @@ def test_what_tiers_met_while_closing_is_told(kind: type, monkeypatch: pytest.Mo
     """And the others have been closed, and everything has been let go."""
     monkeypatch.setattr(lane_module, "CLOSE_GRACE_SECONDS", 0.05)
     script = Script("tier")
+
+    def work() -> None:
+        with rig(slots=4, tiers=[custom(kind, script)], flush_on_shutdown_seconds=0.1) as one:
+            one.store(keys(1))
+            one.settle()
+            close = one.engine.close
+            monkeypatch.setattr(one.engine, "close", lambda: close(0.2))
+
     started = time.monotonic()
-    with (
-        pytest.raises(TierLostError, match="tier: .*(lost|hangs)"),
-        rig(slots=4, tiers=[custom(kind, script)], flush_on_shutdown_seconds=0.1) as one,
-    ):
-        one.store(keys(1))
-        one.settle()
-        close = one.engine.close
-        monkeypatch.setattr(one.engine, "close", lambda: close(0.2))
+    with pytest.raises(TierLostError, match=r"tier: .*(lost|hangs)"):
+        work()
     assert time.monotonic() - started < 3
 
 
@@ -228,7 +230,6 @@ def test_pins_stay_until_every_tier_has_ended(
         assert slow.chunks[key(1)] == (payload(key(1)), crc32c(payload(key(1))))
     assert outside.carrier.close(time.monotonic() + 2) == ""
     outside.memory = None
-    del slots, index
 
 
 @pytest.mark.fault("H08")
