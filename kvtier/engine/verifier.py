@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of host memory compared with their checksum before a request loads them.
 
-Part of the planner, on the owner's thread; the service does the reading, under its own pins. A chunk
-without a checksum yet (its cascade has not begun) cannot be compared and passes. One that differs is
-dropped: the tiers are asked for it, or it is recomputed.
+Part of the planner, on the owner's thread; the service does the reading, under its own pins. A
+chunk without a checksum yet (its cascade has not begun) cannot be compared and passes. One that
+differs is dropped: the tiers are asked for it, or it is recomputed.
 """
 
 from __future__ import annotations

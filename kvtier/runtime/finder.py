@@ -325,8 +325,8 @@ class FindJob:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""
         until = min(self._message.deadline, self._next_ask() or math.inf)
         wake = self._tasks.start(self._wake.wait(), "wake")
+        waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
         try:
-            waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
             await asyncio.wait(
                 waits,
                 timeout=max(0.0, until - self._clock()),

@@ -101,6 +101,10 @@ class Lane:
             self._is_open = True
             return ""
         if isinstance(call.error, ConfigError):
+            # At the first start this ends the service; after a reset the operator may mend it.
+            self._reopener = self._tasks.start(
+                self._reopen(call.settled), f"reopen-{self.tier.name}"
+            )
             raise call.error
         if call.late:
             cause = "its self-test did not end in time"

@@ -48,7 +48,7 @@ class Gate:
         if self._open.is_set():
             return
         self.waiting.release()
-        while not self._open.is_set():
+        while not self._open.is_set():  # noqa: ASYNC110 - opened from another thread
             await asyncio.sleep(0.001)
 
 

@@ -38,8 +38,11 @@ class GatedTier(Tier):
     def _path(self, key: bytes) -> Path:
         return Path(self.options.folder, key.hex())
 
+    def _has(self, name: str) -> bool:
+        return Path(self.options.folder, name).exists()
+
     async def _gate(self, operation: str) -> None:
-        if Path(self.options.folder, f"{operation}.gate").exists():
+        if self._has(f"{operation}.gate"):
             await asyncio.get_running_loop().run_in_executor(None, self._wait, operation)
 
     def _wait(self, operation: str) -> None:
@@ -58,7 +61,7 @@ class GatedTier(Tier):
 
     async def exists(self, keys: Sequence[bytes], ctx: TierContext) -> list[Presence]:
         await self._gate("exists")
-        if Path(self.options.folder, "hang").exists():
+        if self._has("hang"):
             time.sleep(3600)
         return [Presence(self._path(key).exists()) for key in keys]
 

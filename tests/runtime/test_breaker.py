@@ -75,7 +75,8 @@ def test_a_tier_that_is_down_for_days(open_seconds: float) -> None:
     assert pauses[0] == open_seconds
     assert max(pauses) <= max(MAX_OPEN_SECONDS, open_seconds) + 0.001
     assert pauses[-1] == pytest.approx(max(MAX_OPEN_SECONDS, open_seconds))
-    assert breaker.allow(now := breaker.until or now)
+    now = breaker.until or now
+    assert breaker.allow(now)
     assert breaker.success()
     breaker.failure(now, "io")
     assert breaker.until == pytest.approx(now + open_seconds)  # starts anew

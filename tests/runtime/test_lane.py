@@ -456,3 +456,21 @@ def test_a_closed_lane_says_nothing_more(run: Run, bench: Bench) -> None:
         assert bench.health == said
 
     run(main())
+
+
+def test_a_configuration_error_after_a_reset_may_be_mended(
+    run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "REOPEN_SECONDS", 0.01)
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = bench.lane(script)
+        script.raises["open"] = ConfigError("bucket: does not exist")
+        with pytest.raises(ConfigError, match="bucket"):
+            await lane.open(time.monotonic() + 5)
+        script.raises.clear()
+        await until(lambda: bench.health == [(0, True, True, "")])
+        await closed(lane)
+
+    run(main())

@@ -99,8 +99,10 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.fixture
-def gates(tmp_path: Path) -> Gates:
-    return Gates(tmp_path)
+def gates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Gates]:
+    yield Gates(tmp_path)
+    # Errors in the log hold frames, and these views of the region.
+    caplog.get_records("call").clear()
 
 
 @pytest.mark.fault("K08", "M04", "K07", "H23")
@@ -197,14 +199,14 @@ def test_stopped_and_continued(gates: Gates, monkeypatch: pytest.MonkeyPatch) ->
             slowest = 0.0
             number = 100
             while overloads(one) < 3:
-                assert number < 400_000
+                assert number < 1_000_000
                 context = one.context()
                 begun = time.perf_counter()
-                one.engine.lookup_batch(keys(*range(number, number + 200)), context)
+                one.engine.lookup_batch(keys(*range(number, number + 500)), context)
                 one.engine.end_step()
                 one.engine.finish_request(context)
                 slowest = max(slowest, time.perf_counter() - begun)
-                number += 200
+                number += 500
             # Far below what one wait for the stopped process would cost.
             assert slowest < 0.5
             # A reset that it cannot take now is not forgotten.
@@ -250,7 +252,7 @@ def test_a_reset_that_meets_a_full_socket_is_not_lost(
 
 
 @pytest.mark.fault("H20", "L03")
-@pytest.mark.parametrize("hanging", [False, True])
+@pytest.mark.parametrize("hanging", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parent_killed(gates: Gates, hanging: bool) -> None:
     """The child ends by itself, also when its loop hangs, and leaves no region."""
     if hanging:
