@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -84,7 +85,7 @@ class Bench:
 def bench(caplog: pytest.LogCaptureFixture) -> Iterator[Bench]:
     groups = [GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=CHUNK)]
     geometry = make_geometry(groups, 8 * CHUNK)
-    with Region.create("runtime-tests", geometry, {}, ranks=1) as region:
+    with Region.create(f"runtime-tests-{os.getpid()}", geometry, {}, ranks=1) as region:
         one = Bench(region)
         yield one
         one.memory.close()

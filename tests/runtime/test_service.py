@@ -170,7 +170,9 @@ def loop(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def region() -> Iterator[Region]:
     groups = [GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=CHUNK)]
-    with Region.create("service-tests", make_geometry(groups, 8 * CHUNK), {}, ranks=1) as one:
+    with Region.create(
+        f"service-tests-{os.getpid()}", make_geometry(groups, 8 * CHUNK), {}, ranks=1
+    ) as one:
         yield one
 
 
