@@ -120,7 +120,10 @@ def run(case: str, root: Path, steps: int) -> tuple[Figures, Figures | None, str
                     raise SystemExit(f"{case}: {loaded} bytes loaded, {stored} stored")
                 if not quiet and not (loaded and stored and system.tier_chunks):
                     raise SystemExit(f"{case}: nothing went through the file tier")
-                moved = f"{loaded / seconds / 1e9:.2f} GB/s in, {stored / seconds / 1e9:.2f} out"
+                moved = (
+                    f"{loaded / seconds / 1e9:.2f} GB/s in, {stored / seconds / 1e9:.2f} out, "
+                    f"{system.put_off} chunks put off at the end"
+                )
             finally:
                 system.close()
     finally:

@@ -44,7 +44,7 @@ class DictionaryTier(SecondaryTierManager):
         self._finished: list[JobResult] = []
         # One flat view of the region: rows of it are slices, which costs no copy.
         self._bytes = view.cast("B")
-        self._row_bytes = view.strides[0]
+        self._row_bytes = view.nbytes // len(view)
 
     def _row(self, chunk_id: int) -> memoryview:
         start = int(chunk_id) * self._row_bytes

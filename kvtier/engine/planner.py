@@ -92,10 +92,10 @@ class TierState:
         """Whether ``admits`` is True whatever the chunk."""
         return self.config.groups is None and not self.config.min_prefix_tokens
 
-    def admits(self, key: bytes, request: Request | None) -> bool:
-        """Whether the tier wants this chunk at all."""
+    def admits(self, key: bytes, group: int, request: Request | None) -> bool:
+        """Whether the tier wants this chunk, of that KV cache group, at all."""
         groups = self.config.groups
-        if groups is not None and key_group(key) not in groups:
+        if groups is not None and group not in groups:
             return False
         if self.config.min_prefix_tokens and request is not None:
             position = request.context.positions.get(key)
@@ -152,6 +152,7 @@ class Planner:
         self._emit = emit
         self._payload_bytes = geometry.payload_bytes
         self._windows = [group.window_chunks for group in geometry.groups]
+        self._has_windows = any(window is not None for window in self._windows)
         self._load_seconds = max((tier.config.load_seconds for tier in tiers), default=1.0)
         self._thresholds = any(tier.config.store_threshold > 1 for tier in tiers)
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
@@ -222,27 +223,38 @@ class Planner:
         answer = Lookup.MISS
         status = request.status
         waits = request.wait_until is not None and now < request.wait_until
+        ready: list[bytes] = []
         for i in range(start, len(keys)):
             key = keys[i]
-            if states[i] == READY:
-                self.hit((key,), request)
+            state = states[i]
+            if state == READY:
+                ready.append(key)
                 continue
-            known = status.get(key) if waits else None
-            if known == ASKED and not states[i]:
+            # The common cases of ``absent``, without a call for each key of a prompt that waits.
+            known = status.get(key) if waits else GONE
+            if known == ASKED and not state:
                 one = Lookup.RETRY
             elif known in (ASKED, COMING):
                 one = Lookup.HIT_PENDING
             else:
-                one = self.absent(key, states[i], request, now)
+                one = self.absent(key, state, request, now)
                 if one is Lookup.MISS:
                     break
+                waits = True
             if answer is Lookup.MISS:
                 answer = one
+        if ready:
+            self.hit(ready, request)
         return answer
 
     def _may_ask(self, key: bytes, request: Request) -> bool:
-        if not any(self.tiers[i].readable for i in request.tiers):
+        for i in request.tiers:
+            if self.tiers[i].readable:
+                break
+        else:
             return False
+        if not self._has_windows:
+            return True
         group = key_group(key)
         window = self._windows[group]
         if window is None:
@@ -401,7 +413,8 @@ class Planner:
                 continue
             batches: dict[tuple[int, ...], list[bytes]] = {}
             for key in keys:
-                length = self._payload_bytes[key_group(key)]
+                group = key_group(key)
+                length = self._payload_bytes[group]
                 chosen = []
                 for i, tier in enumerate(self.tiers):
                     threshold = tier.config.store_threshold
@@ -410,7 +423,7 @@ class Planner:
                         continue
                     if threshold == 1 and self._thresholds and self._offers.get(key, 1) > 1:
                         continue
-                    if not tier.admits(key, request):
+                    if not tier.admits(key, group, request):
                         continue
                     if tier.backlog or not self._fits(tier, length):
                         self._put_off(tier, key)
@@ -425,6 +438,8 @@ class Planner:
         for i, tier in enumerate(self.tiers):
             if now >= tier.retry_at:
                 self._offer_refused(tier, now)
+            if not tier.backlog:
+                continue
             batch = []
             while tier.backlog and tier.writable:
                 key = tier.backlog[0]
@@ -540,10 +555,12 @@ class Planner:
         for request in asking.values():
             fresh, request.fresh = request.fresh, []
             tiers = [i for i in request.tiers if self.tiers[i].readable]
-            for windowed in (False, True):
-                keys = [
-                    key for key in fresh if (self._windows[key_group(key)] is not None) == windowed
-                ]
+            for windowed in (False, True) if self._has_windows else (False,):
+                keys = fresh
+                if self._has_windows:
+                    keys = [
+                        k for k in fresh if (self._windows[key_group(k)] is not None) == windowed
+                    ]
                 if not keys:
                     continue
                 if not tiers:
@@ -765,10 +782,10 @@ class Planner:
         if not record.stale:
             saved: list[bytes] = []
             for key, outcome in zip(record.keys, message.outcomes, strict=True):
-                if Outcome(outcome).ok:
+                if outcome <= Outcome.EXISTS:
                     saved.append(key)
                     tier.refused.pop(key, None)
-                elif Outcome(outcome) in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
+                elif outcome in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
                     self._refused(tier, key, now)
             self.index.mark_saved(saved)
             self._emit("stored", saved, "host", tier.name)
@@ -795,8 +812,10 @@ class Planner:
             self.out.append(self._unsent_reset)
             self._unsent_reset = None
         if self._cleared_to < 0 and not self.reset_pending:
-            self._flush_wants(now)
-            self._flush_finds(now)
+            if self._line:
+                self._flush_wants(now)
+            if self._asking:
+                self._flush_finds(now)
             self._flush_cascades(now)
             self._job += 1
             verify = self.verifier.flush(self._job)
