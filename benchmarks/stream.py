@@ -116,7 +116,7 @@ class KVTier(System):
     def __init__(self, root: Path, isolation: str, quiet: bool, single: bool = False) -> None:
         self.quiet = quiet
         self.single = single
-        tier: dict[str, Any] = {"type": "fs", "root": str(root)}
+        tier: dict[str, Any] = {"type": "fs", "root_dir": str(root)}
         if quiet:
             # It wants chunks of a group that there is none of.
             tier["groups"] = [1]

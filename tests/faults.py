@@ -184,6 +184,7 @@ FAULTS: Mapping[str, str] = {
 """Fault to what was seen."""
 
 REASONS: Mapping[str, str] = {
+    "C27": "There is no network client: no tier opens connections.",
     "F07": "No socket of kvtier has a path: the tier service gets its socket pair as a descriptor.",
     "F09": "No file is mapped but the region, which is memory.",
     "F11": "No extended attributes are used: checksums stand in the files.",

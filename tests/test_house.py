@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.parts import ROOT
 
 BAD_TESTS = """
@@ -65,8 +66,9 @@ def test_end():
 
 CONFTEST = """
 from tests.conftest import *
-from tests import parts
+from tests import conftest, parts
 parts.PARTS["nowhere"] = lambda: "there is no such place"
+conftest.others_run = lambda: False
 """
 
 
@@ -106,6 +108,16 @@ def test_leaks_fail_their_tests(tmp_path: Path) -> None:
     assert "tasks left: drawn-task" in output
     assert "left out: 1 tests, nowhere: there is no such place" in output
     assert "2 failed, 7 passed, 1 skipped, 4 errors" in output
+
+
+def test_other_runs_are_told_from_this_one() -> None:
+    before = conftest.others_run()
+    command = [sys.executable, "-c", "print('up', flush=True); input()", "kvtier"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as child:
+        child.stdout.readline()
+        assert conftest.others_run() == before, "a child of this run is no other run"
+        child.communicate(b"\n")
 
 
 @pytest.mark.parametrize("require", ["all", "fio,nowhere"])

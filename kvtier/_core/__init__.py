@@ -3,7 +3,7 @@
 
 from importlib.util import find_spec
 
-EXTENSIONS = ("index", "slots")
+EXTENSIONS = ("fileio", "index", "layout", "slots", "words")
 
 _missing = [name for name in EXTENSIONS if find_spec(f"{__name__}.{name}") is None]
 if _missing:

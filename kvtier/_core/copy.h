@@ -108,7 +108,7 @@ KVTIER_AVX2 static void kvtier_strided_avx2(char *dst, const char *src, size_t s
 #undef KVTIER_FIXED
     if (size % 64 == 0 && stream)
         kvtier_pieces(dst, src, size, count, dst_stride, src_stride, 1);
-    else if (size % 64 == 0 && size <= 4096)
+    else if (size % 64 == 0)
         kvtier_pieces(dst, src, size, count, dst_stride, src_stride, 0);
     else
         kvtier_strided_portable(dst, src, size, count, dst_stride, src_stride, 0);
@@ -127,7 +127,7 @@ static void kvtier_copy_init(void)
 
 /* Loop order: the destination moves in the smaller steps. */
 static inline void kvtier_copy_run(const kvtier_run *r, char *local, char *canonical, int load,
-                                   int stream)
+                                   int stream, kvtier_strided_fn strided)
 {
     char *dst = load ? local : canonical;
     const char *src = load ? canonical : local;
@@ -139,7 +139,7 @@ static inline void kvtier_copy_run(const kvtier_run *r, char *local, char *canon
     int in = d[0] > d[1] && n[1] > 1;
     int out = !in;
     for (int64_t i = 0; i < n[out]; i++, dst += d[out], src += s[out])
-        kvtier_strided(dst, src, (size_t)r->size, n[in], d[in], s[in], stream);
+        strided(dst, src, (size_t)r->size, n[in], d[in], s[in], stream);
 }
 
 static inline void kvtier_zero_run(const kvtier_run *r, char *canonical)
@@ -149,10 +149,12 @@ static inline void kvtier_zero_run(const kvtier_run *r, char *canonical)
             memset(canonical + i * r->outer_canonical + j * r->inner_canonical, 0, (size_t)r->size);
 }
 
-/* Bytes moved (or zeroed). */
+/* Bytes moved (or zeroed). Without `vectors` the portable loops run, whatever the processor has. */
 static int64_t kvtier_copy_blocks(const kvtier_page *pages, int64_t num_pages,
-                                  const kvtier_job *jobs, int64_t num_jobs, int what, int stream)
+                                  const kvtier_job *jobs, int64_t num_jobs, int what, int stream,
+                                  int vectors)
 {
+    kvtier_strided_fn strided = vectors ? kvtier_strided : kvtier_strided_portable;
     int64_t moved = 0;
     for (int64_t j = 0; j < num_jobs; j++)
         for (int64_t p = 0; p < num_pages; p++) {
@@ -168,7 +170,7 @@ static int64_t kvtier_copy_blocks(const kvtier_page *pages, int64_t num_pages,
                     kvtier_zero_run(run, canonical + run->canonical);
                 else
                     kvtier_copy_run(run, local + run->local, canonical + run->canonical,
-                                    what == KVTIER_LOAD, stream);
+                                    what == KVTIER_LOAD, stream, strided);
             }
             moved += page->bytes;
         }

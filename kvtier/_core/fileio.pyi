@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of chunk files: store, load, find, set aside, with the GIL released for the whole batch."""
+"""Batches of chunk files: store, load, find, set aside, the GIL released for the whole batch."""
 
 from collections.abc import Sequence
 

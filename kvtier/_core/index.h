@@ -9,8 +9,6 @@
 #ifndef KVTIER_INDEX_H
 #define KVTIER_INDEX_H
 
-#include <stdlib.h>
-
 #include "policy_arc.h"
 #include "policy_lru.h"
 
@@ -35,7 +33,7 @@ static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *p
     x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
     x->free_head = KVT_NIL;
     kvt_lists_reset(&x->l);
-    x->l.node = calloc(t->num_slots, sizeof(kvt_node));
+    x->l.node = kvt_alloc(t->num_slots, sizeof(kvt_node));
     x->state = x->policy->create(t->num_slots);
     return x->l.node && x->state ? 0 : -1;
 }
@@ -77,9 +75,9 @@ static inline void kvt_prefetch_victims(const kvt_index *x, int n)
             continue;
         kvt_key_of(&k, &x->t.rec[s[i]]);
         kvt_prefetch_bucket(x, &k);
-        x->policy->prefetch(x->state, &k, 1);
+        x->policy->prefetch(x->state, &x->l, x->capacity, &k, 1);
     }
-    x->policy->prefetch(x->state, NULL, n);
+    x->policy->prefetch(x->state, &x->l, x->capacity, NULL, n);
 }
 
 /* Before the keys [at, at + KVT_BLOCK) of a reserve. */
@@ -89,7 +87,7 @@ static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, in
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
         if (k[i].slot == -1) {
             absent++;
-            x->policy->prefetch(x->state, &k[i], 1);
+            x->policy->prefetch(x->state, &x->l, x->capacity, &k[i], 1);
         }
     if ((uint64_t)absent > x->num_free)
         kvt_prefetch_victims(x, absent - (int)x->num_free);

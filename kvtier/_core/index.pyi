@@ -57,6 +57,14 @@ class Index:
     ready_bytes: int
     """Payload bytes of READY slots."""
 
+    policy: str
+    list_steps: int
+    """List steps taken by evictions so far (tests of cost)."""
+    metadata_bytes_per_slot: float
+    """Memory a slot costs besides its payload: record, table, lists, ghosts; at most 160."""
+    def policy_state(self) -> dict[str, float]:
+        """Sizes of the policy's lists (``t1``, ``t2``, ghosts ``b1``, ``b2``) and ARC's ``p``."""
+
     def grow(self, num_slots: int) -> None:
         """Slots [capacity, num_slots) have memory behind them now and become FREE."""
 

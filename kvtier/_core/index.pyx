@@ -12,7 +12,7 @@ from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, qsort, realloc
 from libc.string cimport memset
 
@@ -63,6 +63,7 @@ cdef extern from "index.h":
     ctypedef struct kvt_lists:
         kvt_node *node
         kvt_list list[11]
+        uint64_t in_class[3]
         uint64_t rank
         uint64_t steps
 
@@ -934,7 +935,8 @@ cdef class Index:
             before = KVT_NIL
             at = self.c.l.list[i].head
             while at != KVT_NIL and n <= self.c.capacity:
-                if self.c.l.node[at].prev != before or kvt_list_of(&self.c.l.node[at]) != <unsigned> i:
+                where = kvt_list_of(&self.c.l.node[at])
+                if self.c.l.node[at].prev != before or where != <unsigned> i:
                     self.broken(f"list {i} is broken at slot {at}")
                 before = at
                 at = self.c.l.node[at].next
@@ -951,6 +953,8 @@ cdef class Index:
             n += 1
         if n + self.c.capacity - self.c.bumped != self.c.num_free or free_slots != self.c.num_free:
             self.broken(f"{self.c.num_free} free slots counted, {n} chained, {free_slots} found")
+        if self.c.l.in_class[0] + self.c.l.in_class[1] != ready + writing:
+            self.broken(f"classes of {self.c.l.in_class[0]} and {self.c.l.in_class[1]} chunks")
         if linked != in_lists:
             self.broken(f"{linked} slots say they are in lists, {in_lists} are")
         if (

@@ -104,6 +104,8 @@ class CopyPlan:
         Batches of this many bytes or more are written past the caches, which they would only
         flush: half as fast again as ``memcpy`` there, while smaller ones are read back from a cache
         by whoever wants them next (both ways are even at about 8 MiB).
+    vectors : bool
+        False: the portable loops, which run where the processor lacks AVX2 (for tests).
 
     Raises
     ------
@@ -126,6 +128,7 @@ class CopyPlan:
         region: tuple[int, int, int] | None = None,
         owner: Any = None,
         stream_bytes: int = STREAM_BYTES,
+        vectors: bool = True,
     ) -> None: ...
     def store(
         self,

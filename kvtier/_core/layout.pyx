@@ -40,7 +40,8 @@ cdef extern from "copy.h" nogil:
     int KVTIER_STORE, KVTIER_LOAD, KVTIER_ZERO
     void kvtier_copy_init()
     int64_t kvtier_copy_blocks(const kvtier_page *pages, int64_t num_pages,
-                               const kvtier_job *jobs, int64_t num_jobs, int what, int stream)
+                               const kvtier_job *jobs, int64_t num_jobs, int what, int stream,
+                               int vectors)
 
 kvtier_crc_init()
 kvtier_copy_init()
@@ -132,6 +133,7 @@ cdef class PagePlan:
             raise ValueError(f"writer {writer_index} of {num_writers}")
         _runs.prove_runs(runs, local_bytes, canonical_bytes)
         loops = _runs.compile_runs(runs)
+        _runs.prove_loops(runs, loops)
         self.compiled = <kvtier_run *>malloc(len(loops) * sizeof(kvtier_run))
         if self.compiled == NULL:
             raise MemoryError
@@ -190,12 +192,21 @@ cdef class CopyPlan:
     cdef readonly int64_t local_bytes  # bytes one block moves on this rank
     cdef readonly int64_t num_blocks  # the fewest over the layers
     cdef readonly int64_t stream_bytes  # batches from here on are written past the caches
+    cdef bint vectors  # whether the processor's vector instructions may be used
     cdef int64_t region_base, slot_bytes, num_slots  # addresses that are allowed; 0 slots: any
 
     def __cinit__(self):
         self.pages = NULL
 
-    def __init__(self, pages, block_bytes, region=None, owner=None, stream_bytes=STREAM_BYTES):
+    def __init__(
+        self,
+        pages,
+        block_bytes,
+        region=None,
+        owner=None,
+        stream_bytes=STREAM_BYTES,
+        vectors=True,
+    ):
         if self.pages != NULL:
             raise ValueError("a plan is made once")
         self.plans = tuple(pages)
@@ -207,6 +218,7 @@ cdef class CopyPlan:
         self.block_bytes = block_bytes
         self.owner = owner
         self.stream_bytes = stream_bytes
+        self.vectors = vectors
         self._set_region(region)
         _runs.prove_pages(self.plans, block_bytes)
         self.num_blocks = min(plan.num_blocks for plan in self.plans)
@@ -289,7 +301,7 @@ cdef class CopyPlan:
         cdef int64_t moved
         with nogil:
             moved = kvtier_copy_blocks(
-                self.pages, self.num_pages, jobs + first, last - first, what, stream
+                self.pages, self.num_pages, jobs + first, last - first, what, stream, self.vectors
             )
             free(jobs)
         return moved

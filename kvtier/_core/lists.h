@@ -16,7 +16,28 @@
 #ifndef KVTIER_LISTS_H
 #define KVTIER_LISTS_H
 
+#include <stdlib.h>
+#include <sys/mman.h>
+
 #include "slots.h"
+
+#define KVT_HUGE_PAGE ((size_t)2 << 20)
+
+/* Zeroed private memory, all pages present: a page fault costs the scheduler's thread more than
+ * everything else in a call. NULL without memory; for free(). */
+static inline void *kvt_alloc(uint64_t count, size_t size)
+{
+    size_t bytes = (size_t)count * size;
+    if (bytes < KVT_HUGE_PAGE)
+        return calloc(count, size);
+    bytes = (bytes + KVT_HUGE_PAGE - 1) / KVT_HUGE_PAGE * KVT_HUGE_PAGE;
+    void *p = aligned_alloc(KVT_HUGE_PAGE, bytes);
+    if (p) {
+        madvise(p, bytes, MADV_HUGEPAGE); /* a wish: fewer TLB misses where it is granted */
+        memset(p, 0, bytes);
+    }
+    return p;
+}
 
 #define KVT_NIL UINT32_MAX
 #define KVT_CLASSES 2
@@ -54,6 +75,7 @@ typedef struct {
 typedef struct {
     kvt_node *node; /* owned by Index */
     kvt_list list[KVT_NUM_LISTS];
+    uint64_t in_class[KVT_CLASSES + 1]; /* slots of each class, parked or not; the rest */
     uint64_t rank;  /* last one given */
     uint64_t steps; /* list steps so far, for the tests of cost */
 } kvt_lists;
@@ -68,18 +90,20 @@ static inline int kvt_is_placed(unsigned list) { return list >= 1 && list < KVT_
 static inline unsigned kvt_class(unsigned list) { return (list - 1) / KVT_PLACES; }
 static inline unsigned kvt_place(unsigned list) { return (list - 1) % KVT_PLACES; }
 
-/* |T1| or |T2|: parked chunks count. */
-static inline uint64_t kvt_class_count(const kvt_lists *l, unsigned cls)
+/* Which of in_class a list counts in. */
+static inline unsigned kvt_counted(unsigned list)
 {
-    const kvt_list *p = &l->list[kvt_place_list(cls, KVT_MAIN)];
-    return p[KVT_MAIN].count + p[KVT_USE].count + p[KVT_SERVICE].count +
-           p[KVT_PARKED_UNSAVED].count;
+    return kvt_is_placed(list) ? kvt_class(list) : KVT_CLASSES;
 }
+
+/* |T1| or |T2|: parked chunks count. */
+static inline uint64_t kvt_class_count(const kvt_lists *l, unsigned cls) { return l->in_class[cls]; }
 
 static inline void kvt_lists_reset(kvt_lists *l)
 {
     for (int i = 0; i < KVT_NUM_LISTS; i++)
         l->list[i] = (kvt_list){KVT_NIL, KVT_NIL, KVT_NIL, 0};
+    memset(l->in_class, 0, sizeof(l->in_class));
 }
 
 static inline void kvt_unlink(kvt_lists *l, uint32_t s)
@@ -90,6 +114,7 @@ static inline void kvt_unlink(kvt_lists *l, uint32_t s)
     if (n->next == KVT_NIL) p->tail = n->prev; else l->node[n->next].prev = n->prev;
     if (p->hint == s) p->hint = n->prev;
     p->count--;
+    l->in_class[kvt_counted(kvt_list_of(n))]--;
     n->info &= ~KVT_LIST_MASK;
 }
 
@@ -103,6 +128,7 @@ static inline void kvt_link_before(kvt_lists *l, unsigned list, uint32_t s, uint
     if (n->prev == KVT_NIL) p->head = s; else l->node[n->prev].next = s;
     if (next == KVT_NIL) p->tail = s; else l->node[next].prev = s;
     p->count++;
+    l->in_class[kvt_counted(list)]++;
     n->info = (n->info & ~KVT_LIST_MASK) | list;
 }
 

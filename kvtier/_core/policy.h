@@ -24,7 +24,8 @@ typedef struct {
     void (*destroy)(void *self);
     void (*clear)(void *self);
     /* Prefetch what `missed` and `evicted` will read for k; k may be NULL: then for n evictions. */
-    void (*prefetch)(const void *self, const kvt_key *k, int n);
+    void (*prefetch)(const void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k,
+                     int n);
     /* An absent key is asked for. */
     void (*missed)(void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k, kvt_miss *m);
     /* It got no slot. */

@@ -16,8 +16,6 @@
 #ifndef KVTIER_POLICY_ARC_H
 #define KVTIER_POLICY_ARC_H
 
-#include <stdlib.h>
-
 #include "policy.h"
 
 typedef struct {
@@ -73,8 +71,8 @@ static void *kvt_arc_create(uint64_t slots)
         return NULL;
     a->slots = slots;
     a->size = 2 * (slots + 1);
-    a->ghost = calloc(slots + 1, sizeof(*a->ghost));
-    a->table = calloc(a->size, sizeof(*a->table));
+    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost));
+    a->table = kvt_alloc(a->size, sizeof(*a->table));
     if (!a->ghost || !a->table) {
         kvt_arc_destroy(a);
         return NULL;
@@ -160,18 +158,19 @@ static void kvt_arc_trim(kvt_arc_state *a, const kvt_lists *l, uint64_t c, const
         kvt_arc_remove(a, a->count[1] ? a->tail[1] : a->tail[0]);
 }
 
-static void kvt_arc_prefetch(const void *self, const kvt_key *k, int n)
+static void kvt_arc_prefetch(const void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
+                             int n)
 {
     const kvt_arc_state *a = self;
     if (k) {
         __builtin_prefetch(&a->table[kvt_arc_home(a, k->hash >> 32)], 1);
         return;
     }
-    /* The ghosts that will be trimmed, and their table entries. */
-    uint32_t at[2] = {a->tail[0], a->tail[1]};
-    for (int b = 0; b < 2; b++)
-        for (int i = 0; i < n && at[b] != KVT_NIL; i++, at[b] = a->ghost[at[b]].prev)
-            __builtin_prefetch(&a->table[kvt_arc_home(a, a->ghost[at[b]].print[0] >> 32)], 1);
+    /* The ghosts that case IV will trim, and their table entries. */
+    int b = kvt_class_count(l, 0) + a->count[0] < c;
+    uint32_t at = a->tail[b];
+    for (int i = 0; i < n && at != KVT_NIL; i++, at = a->ghost[at].prev)
+        __builtin_prefetch(&a->table[kvt_arc_home(a, a->ghost[at].print[0] >> 32)], 1);
 }
 
 static void kvt_arc_missed(void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,

@@ -11,9 +11,10 @@ static char kvt_lru_state;
 
 static void *kvt_lru_create(uint64_t slots) { (void)slots; return &kvt_lru_state; }
 static void kvt_lru_nothing(void *self) { (void)self; }
-static void kvt_lru_prefetch(const void *self, const kvt_key *k, int n)
+static void kvt_lru_prefetch(const void *self, const kvt_lists *l, uint64_t capacity,
+                             const kvt_key *k, int n)
 {
-    (void)self; (void)k; (void)n;
+    (void)self; (void)l; (void)capacity; (void)k; (void)n;
 }
 static void kvt_lru_missed(void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k,
                            kvt_miss *m)

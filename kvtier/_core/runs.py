@@ -245,3 +245,43 @@ def _nest(runs: Sequence[Run]) -> list[Loops]:
         )
         last = run
     return nested
+
+
+def prove_loops(runs: Sequence[Run], loops: Sequence[Loops]) -> None:
+    """ValueError unless `loops` move every byte to where `runs` say: guards the compilation."""
+    given = _pieces(
+        [
+            Loops(
+                r.fragment_bytes,
+                r.local_offset,
+                r.canonical_offset,
+                r.fragments,
+                r.local_stride,
+                r.canonical_stride,
+            )
+            for r in runs
+        ]
+    )
+    compiled = _pieces(loops)
+    if not np.array_equal(given, compiled):
+        raise ValueError("compiled loops move other bytes than the runs")
+
+
+def _pieces(loops: Sequence[Loops]) -> npt.NDArray[np.int64]:
+    """(local, canonical, bytes) rows in local order, neighbours on both sides joined."""
+    rows = []
+    for size, local, canonical, inner, inner_l, inner_c, outer, outer_l, outer_c in loops:
+        j = np.arange(outer, dtype=np.int64)[:, None]
+        i = np.arange(inner, dtype=np.int64)[None, :]
+        piece = np.empty((outer * inner, 3), dtype=np.int64)
+        piece[:, 0] = (local + j * outer_l + i * inner_l).ravel()
+        piece[:, 1] = (canonical + j * outer_c + i * inner_c).ravel()
+        piece[:, 2] = size
+        rows.append(piece)
+    table = np.concatenate(rows)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    ends = table[:-1, :2] + table[:-1, 2:]
+    first = np.flatnonzero(np.concatenate([[True], (ends != table[1:, :2]).any(axis=1)]))
+    joined = table[first]
+    joined[:, 2] = np.add.reduceat(table[:, 2], first)
+    return joined

@@ -9,6 +9,9 @@ RECORD_BYTES: int
 FREE: int
 WRITING: int
 READY: int
+ORPHAN: int
+"""Forgotten by ``Index.clear`` while pinned: nobody can pin it again, and it is not FREE yet."""
+MAX_SLOTS: int
 
 def table_bytes(num_slots: int) -> int:
     """Bytes of the key table for `num_slots` slots (buckets of one cache line)."""

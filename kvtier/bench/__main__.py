@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
             print(line, flush=True)
 
     if opener is None:
-        opener = KVTierOpener(arguments.policy, arguments.isolation)
+        opener = KVTierOpener(arguments.policy, arguments.isolation, arguments.lookup_timeout)
     runner = Runner(settings, opener, say)
 
     def interrupt(_number: int, _frame: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from kvtier.bench.results import Report, Run
 
@@ -129,6 +130,8 @@ def _bandwidth(axis: Any, report: Report) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("GB/s (log)")
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.margins(x=0.15)
     axis.set_title("Bandwidth by tier, beside what the machine can do")
     axis.spines[["top", "right"]].set_visible(False)

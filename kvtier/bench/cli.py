@@ -202,6 +202,14 @@ def make_parser() -> argparse.ArgumentParser:
     tiers.add_argument("--policy", choices=("lru", "arc"), default="lru")
     tiers.add_argument("--isolation", choices=("thread", "process"), default="thread")
     tiers.add_argument(
+        "--lookup-timeout",
+        type=number,
+        default=10.0,
+        metavar="SECONDS",
+        help="a request that waits longer for the tiers recomputes (default 10: in the closed loop "
+        "all conversations wait at once, and giving up costs more than waiting)",
+    )
+    tiers.add_argument(
         "--tier-dir",
         type=Path,
         metavar="DIR",

@@ -151,7 +151,8 @@ def _speeds(report: Report) -> list[str]:
         )
     names = sorted({name for run in report.runs for name in run.engine.promoted_bytes})
     for name in names:
-        best = max(report.runs, key=lambda run: run.engine.promoted_bytes.get(name, 0))
+        counts = [run for run in report.runs if name in run.engine.promoted_bytes]
+        best = max(counts, key=lambda run: run.engine.promoted_bytes[name])
         speed = best.tier_bandwidth(name)
         against = ""
         if peak.disk_read:

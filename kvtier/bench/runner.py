@@ -16,6 +16,7 @@ from kvtier.bench import inject
 from kvtier.bench.accelerator import PagedBuffer
 from kvtier.bench.clock import RealClock
 from kvtier.bench.copies import CopyCounters, CopyStream
+from kvtier.bench.drivers import EngineLike
 from kvtier.bench.drivers.standin import StandIn
 from kvtier.bench.pattern import Pattern
 from kvtier.bench.results import EngineCounts, Run, middle, summarise
@@ -25,6 +26,7 @@ from kvtier.bench.tierdir import TierDirectory
 
 CLOSE_SECONDS = 10.0
 PROGRESS_SECONDS = 2.0
+SETTLE_SECONDS = 0.8
 
 Say = Callable[[str], None]
 
@@ -135,6 +137,8 @@ class Runner:
                 wall = max(item.end for item in server.finished)
             self._current = None
             server.pool.check()
+            if engine is not None and directory is not None:
+                _settle(engine)
             run = summarise(
                 strategy=strategy,
                 point=str(conversations) if conversations else "trace",
@@ -166,6 +170,15 @@ class Runner:
             return True
 
         return damage
+
+
+def _settle(engine: EngineLike) -> None:
+    """Let the counters of the tiers arrive, which are sent twice a second; nothing is measured."""
+    deadline = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < deadline:
+        time.sleep(SETTLE_SECONDS / 10)
+        engine.poll()
+        engine.end_step()
 
 
 class _Progress:

@@ -13,7 +13,9 @@ from kvtier.bench.drivers import EngineLike, RegionLike
 from kvtier.bench.results import EngineCounts
 from kvtier.config import parse
 from kvtier.engine.engine import EngineStats, open_engine
-from kvtier.types import Geometry
+from kvtier.types import Geometry, Outcome
+
+NAMESPACE = {"model": "kvtier-bench", "kv_dtype": "derived-bytes"}
 
 STRATEGIES = ("none", "host", "host+fs")
 
@@ -32,12 +34,14 @@ class KVTierOpener:
     Parameters
     ----------
     policy, isolation : str
-        As in kvtier's configuration.
+    lookup_timeout_seconds : float
+        All as in kvtier's configuration.
     """
 
-    def __init__(self, policy: str, isolation: str) -> None:
+    def __init__(self, policy: str, isolation: str, lookup_timeout_seconds: float) -> None:
         self._policy = policy
         self._isolation = isolation
+        self._lookup_timeout_seconds = lookup_timeout_seconds
 
     def config(
         self, strategy: str, geometry: Geometry, tier_directory: Path | None
@@ -47,9 +51,10 @@ class KVTierOpener:
             "capacity_bytes": geometry.num_slots * geometry.slot_bytes,
             "policy": self._policy,
             "isolation": self._isolation,
+            "lookup_timeout_seconds": self._lookup_timeout_seconds,
         }
         if strategy == "host+fs":
-            config["tiers"] = [{"type": "fs", "name": "fs", "root": str(tier_directory)}]
+            config["tiers"] = [{"type": "fs", "name": "fs", "root_dir": str(tier_directory)}]
         return config
 
     def __call__(
@@ -58,8 +63,15 @@ class KVTierOpener:
         engine, region = open_engine(
             parse(self.config(strategy, geometry, tier_directory), source=f"strategy {strategy}"),
             geometry,
+            NAMESPACE,
         )
         return engine, region
+
+
+def _is_failure(cause: str) -> bool:
+    """Whether something broke; a cancelled job of a request that has ended is no failure."""
+    name = cause.upper()
+    return name not in Outcome.__members__ or Outcome[name].failed
 
 
 def engine_counts(stats: EngineStats) -> EngineCounts:
@@ -69,5 +81,5 @@ def engine_counts(stats: EngineStats) -> EngineCounts:
         stored_bytes=stats.stored_bytes,
         evicted=stats.evicted,
         evicted_unsaved=stats.evicted_unsaved,
-        failures=stats.failures,
+        failures={cause: n for cause, n in stats.failures.items() if _is_failure(cause)},
     )

@@ -28,6 +28,7 @@ from kvtier.errors import ConfigError
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 SWEEP_SECONDS = 1.0
 SAMPLED_FILES = 16
+CHUNK_SUFFIX = ".kv"
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:
@@ -113,6 +114,10 @@ class SweepCounters(msgspec.Struct):
         return self.resident_pages / self.sampled_pages if self.sampled_pages else 0.0
 
 
+def _drop(fd: int) -> None:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 class TierDirectory:
     """A new directory below `parent`, and the thread that keeps its files out of the page cache.
 
@@ -147,28 +152,44 @@ class TierDirectory:
             shutil.rmtree(self.path)
 
     def sweep(self) -> None:
-        """Drop the cached pages of all files now; dirty ones are sent out and go the next time."""
-        files = [
-            os.path.join(root, name) for root, _, names in os.walk(self.path) for name in names
+        """Drop the cached pages of all chunks, if a sample of them has any.
+
+        A tier that reads and writes past the page cache is left alone: the sample costs little,
+        opening thousands of files every second would be work that the tier is charged for.
+        Dirty pages are only sent out by the first sweep and go with the next.
+        """
+        chunks = [
+            os.path.join(root, name)
+            for root, _, names in os.walk(self.path)
+            for name in names
+            if name.endswith(CHUNK_SUFFIX)
         ]
-        sampled = set(self._random.sample(files, min(SAMPLED_FILES, len(files))))
-        for name in files:
-            try:
-                fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue  # a temporary name that became the final one, or an evicted chunk
-            try:
-                if name in sampled:
-                    self._sample(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-            if name not in self._seen and name.endswith(".kv"):
+        counters = self.counters
+        counters.sweeps += 1
+        counters.files = len(chunks)
+        before = counters.resident_pages
+        for name in self._random.sample(chunks, min(SAMPLED_FILES, len(chunks))):
+            self._with_file(name, self._sample)
+        if counters.resident_pages > before:
+            for name in chunks:
+                self._with_file(name, _drop)
+        if self._damage is None:
+            return
+        for name in chunks:
+            if name not in self._seen:
                 self._seen.add(name)
-                if self._damage is not None and self._damage(Path(name), len(self._seen)):
-                    self.counters.damaged_files += 1
-        self.counters.files = len(files)
-        self.counters.sweeps += 1
+                counters.damaged_files += self._damage(Path(name), len(self._seen))
+
+    @staticmethod
+    def _with_file(name: str, use: Callable[[int], None]) -> None:
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # an evicted chunk
+        try:
+            use(fd)
+        finally:
+            os.close(fd)
 
     def _run(self) -> None:
         while not self._stop.wait(SWEEP_SECONDS):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from kvtier.engine.engine import Engine, EngineStats, open_engine
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import Region
 from kvtier.types import (
+    GROUP_BYTES,
+    MAX_KEY_BYTES,
     Geometry,
     GroupGeometry,
     Lookup,
@@ -34,6 +37,8 @@ from kvtier.types import (
 )
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 INLINE_BYTES = 256 << 10
 """Copies up to this size run on the loop: a thread costs more than they do."""
@@ -65,6 +70,10 @@ class Cache:
         self._store_seconds = max((tier.store_seconds for tier in engine.config.tiers), default=0.0)
         self._waiters: set[asyncio.Future[None]] = set()
         self._copies: set[asyncio.Future[Any]] = set()
+        self._calls = 0
+        self._no_calls = asyncio.Event()
+        self._no_calls.set()
+        self._closed: asyncio.Future[None] | None = None
         self._requests = itertools.count()
         self._closing = False
 
@@ -98,20 +107,17 @@ class Cache:
             If a buffer has not the size of its group's chunks. Nothing has been stored then.
         """
         self._check_open()
-        views = {key: memoryview(buffer).cast("B") for key, buffer in chunks.items()}
-        for key, view in views.items():
-            self._check_size(key, len(view))
-        context = self._context(request_id)
+        views = {}
+        for key, buffer in chunks.items():
+            self._check_key(key)
+            views[key] = self._view(key, buffer)
         keys = list(views)
         stored: list[bytes] = []
-        try:
+        with self._call(request_id) as context:
             # In portions, so that the first ones may leave for the tiers while the rest comes.
             portion = max(1, self._engine.geometry.num_slots // 4)
             for start in range(0, len(keys), portion):
                 stored += await self._store(keys[start : start + portion], views, context)
-        finally:
-            self._engine.finish_request(context)
-            self._step()
         taken = set(stored)
         rest = [key for key in keys if key not in taken]
         # What is neither ours nor anybody else's found no slot.
@@ -174,15 +180,17 @@ class Cache:
             Verified against the checksum that was taken when the chunk left host memory, if it has.
         """
         self._check_open()
+        for key in keys:
+            self._check_key(key)
         targets = None
         if into is not None:
             if len(into) != len(keys):
                 raise ConfigError(f"{len(keys)} keys but {len(into)} buffers to load into")
-            targets = [memoryview(buffer).cast("B") for buffer in into]
-            for key, target in zip(keys, targets, strict=True):
-                self._check_size(key, len(target))
-        context = self._context(request_id)
-        try:
+            targets = [
+                self._view(key, buffer, writable=True)
+                for key, buffer in zip(keys, into, strict=True)
+            ]
+        with self._call(request_id) as context:
             ready = await self._await_ready(keys, context, timeout_seconds)
             found = list(keys[:ready])
             slots, generations = self._engine.pin(found, context)
@@ -200,24 +208,19 @@ class Cache:
             finally:
                 self._engine.unpin(slots, generations, context)
             return targets[:ready]
-        finally:
-            self._engine.finish_request(context)
-            self._step()
 
     async def exists(self, keys: Sequence[bytes], *, timeout_seconds: float | None = None) -> int:
         """Length of the prefix of `keys` that can be loaded; brings it into host memory."""
         self._check_open()
-        context = self._context(None)
-        try:
+        for key in keys:
+            self._check_key(key)
+        with self._call(None) as context:
             return await self._await_ready(keys, context, timeout_seconds)
-        finally:
-            self._engine.finish_request(context)
-            self._step()
 
     async def flush(self, timeout_seconds: float = 30.0) -> bool:
         """Wait until everything that was on its way to the tiers has arrived or failed."""
         self._check_open()
-        with contextlib.suppress(TimeoutError):
+        with self._call(None), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while not self._engine.idle:
                     await self._news()
@@ -248,9 +251,21 @@ class Cache:
 
     # --- inside ---
 
-    def _context(self, request_id: str | None) -> RequestContext:
+    @contextlib.contextmanager
+    def _call(self, request_id: str | None) -> Iterator[RequestContext]:
+        """A call under way: ``aclose`` waits for its end before it takes the engine away."""
         # A number makes it unique: two calls may name the same request.
-        return RequestContext(f"{request_id or 'call'}#{next(self._requests)}")
+        context = RequestContext(f"{request_id or 'call'}#{next(self._requests)}")
+        self._calls += 1
+        self._no_calls.clear()
+        try:
+            yield context
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._no_calls.set()
+            self._engine.finish_request(context)
+            self._step()
 
     def _check_open(self) -> None:
         if self._closing:
@@ -258,17 +273,35 @@ class Cache:
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError("a cache belongs to the event loop that opened it")
 
-    def _check_size(self, key: bytes, length: int) -> None:
+    def _check_key(self, key: object) -> None:
+        if not isinstance(key, bytes) or not GROUP_BYTES < len(key) <= MAX_KEY_BYTES:
+            raise ConfigError(f"no key: {key!r:.80}; make keys with kvtier.make_key(hash, group)")
         group = key_group(key)
         if group >= len(self._payload_bytes):
             raise ConfigError(
                 f"key of group {group}, but the geometry has {len(self._payload_bytes)}; "
                 f"make keys with kvtier.make_key(hash, group)"
             )
-        if length != self._payload_bytes[group]:
+
+    def _view(self, key: bytes, buffer: Buffer, *, writable: bool = False) -> memoryview:
+        """The bytes of a buffer for the chunk `key`; ConfigError if it cannot be one."""
+        try:
+            view = memoryview(buffer).cast("B")
+        except TypeError as exc:
             raise ConfigError(
-                f"a chunk of group {group} has {self._payload_bytes[group]} bytes, got {length}"
+                f"a chunk is a contiguous buffer of bytes, got {type(buffer).__name__}: {exc}"
+            ) from exc
+        group = key_group(key)
+        if len(view) != self._payload_bytes[group]:
+            raise ConfigError(
+                f"a chunk of group {group} has {self._payload_bytes[group]} bytes, got {len(view)}"
             )
+        if writable and view.readonly:
+            raise ConfigError(
+                f"a chunk is loaded into writable memory, such as a bytearray, "
+                f"not into {type(buffer).__name__}"
+            )
+        return view
 
     async def _await_ready(
         self, keys: Sequence[bytes], context: RequestContext, timeout_seconds: float | None
@@ -299,9 +332,10 @@ class Cache:
         finally:
             timer.cancel()
             self._waiters.discard(waiter)
-        if not self._closing:
-            self._engine.poll()
-            self._step()
+        if self._closing:
+            raise ClosedError("the cache was closed during this call")
+        self._engine.poll()
+        self._step()
 
     @staticmethod
     def _settle(waiter: asyncio.Future[None]) -> None:
@@ -325,24 +359,46 @@ class Cache:
         future = self._loop.run_in_executor(None, _copy_all, copies)
         self._copies.add(future)
         try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait({future})
-            raise
+            await _to_the_end(future)
         finally:
             self._copies.discard(future)
 
     async def aclose(self, deadline_seconds: float = 5.0) -> None:
-        """Save what only the host holds (``flush_on_shutdown_seconds``), then let go of it all."""
-        if self._closing:
-            return
-        self._closing = True
+        """Save what only the host holds (``flush_on_shutdown_seconds``), then let go of it all.
+
+        Calls under way end with ``ClosedError``, those that are just copying when they have done
+        so. Once begun it goes on to its end, also when cancelled: the bytes have to stay until
+        nobody uses them. Another call waits for the same end.
+        """
+        if self._closed is None:
+            self._closing = True
+            self._closed = self._loop.create_task(
+                self._close(deadline_seconds), name="kvtier-close"
+            )
+        await _to_the_end(self._closed)
+
+    async def _close(self, deadline_seconds: float) -> None:
         self._on_wake()
-        if self._copies:
-            await asyncio.wait(self._copies)
+        # Copies in threads are the longest that a call does without looking up.
+        await self._no_calls.wait()
         self._engine.on_message(None)
         # Closing waits for the service, so it does not do so on the loop.
         await self._loop.run_in_executor(None, self._engine.close, deadline_seconds)
+
+
+async def _to_the_end(future: asyncio.Future[T]) -> T:
+    """Result of `future`, which is waited for whatever happens; a cancellation comes after it."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        if not future.cancelled() and future.exception() is not None:
+            log.error("failed after it had been cancelled", exc_info=future.exception())
+        raise cancelled
+    return future.result()
 
 
 def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
@@ -354,14 +410,21 @@ def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
 async def open_cache(config: Config, geometry: Geometry, namespace: Mapping[str, str]) -> Cache:
     """Open an engine without blocking the loop, and the cache over it."""
     loop = asyncio.get_running_loop()
-    engine, region = await loop.run_in_executor(None, open_engine, config, geometry, namespace)
+    opening = loop.run_in_executor(None, open_engine, config, geometry, namespace)
+    try:
+        engine, region = await _to_the_end(opening)
+    except asyncio.CancelledError:
+        if opening.exception() is None:
+            # It has opened all the same, and nobody else knows of it.
+            await _to_the_end(loop.run_in_executor(None, opening.result()[0].close, 1.0))
+        raise
     cache = Cache(engine, region)
     engine.on_message(cache.wake)
     return cache
 
 
 @contextlib.asynccontextmanager
-async def open(  # noqa: A001 - kvtier.open reads like the built-in on purpose
+async def open(
     config: Config | Mapping[str, Any] | str | os.PathLike[str],
     *,
     chunk_bytes: int | Sequence[int] | None = None,

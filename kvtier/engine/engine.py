@@ -14,28 +14,32 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._core.index import Index, Reservation
-from kvtier._core.slots import SlotTable
+from kvtier._core.index import Reservation
 from kvtier.config import Config
 from kvtier.engine.planner import Planner, TierState
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
+from kvtier.host.cache import HostCache
 from kvtier.host.region import Region, sweep
-from kvtier.namespace import namespace_digest, new_epoch, with_epoch
-from kvtier.obs.events import Event, EventBus
+from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch, with_epoch
+from kvtier.obs.events import Event, EventBus, Operation
+from kvtier.obs.http import HttpEndpoint, HttpThread, TierHealth
 from kvtier.obs.metrics import METRICS, Recorder, Registry, Sample
+from kvtier.obs.publisher import Publisher
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
 from kvtier.runtime.process import ProcessCarrier
 from kvtier.runtime.service import Memory
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.tiers.registry import check_options, is_adapted, tier_class
-from kvtier.types import Geometry, Lookup, RequestContext, key_group
+from kvtier.types import Geometry, Lookup, Outcome, RequestContext, key_group
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ START_SECONDS = 10.0
 METRICS_SECONDS = 0.5
 RESTART_SECONDS = 0.5
 MAX_RESTART_SECONDS = 30.0
+STABLE_SECONDS = 300.0
+"""A service that lived this long starts again without a longer pause."""
 
 READY = 2
 _HIT = Lookup.HIT
@@ -98,20 +104,23 @@ class Engine:
         self.registry = Registry(METRICS)
         self.events = EventBus(epoch=self.namespace.get("epoch", ""))
         self._own_region = own_region
+        self._http: HttpThread | None = None
+        self._publisher: Publisher | None = None
         self._clock = clock
         self._recorder = Recorder()
-        self._slots = SlotTable(region.records, region.table, self.geometry.num_slots)
-        self._index = Index(
-            self._slots,
-            self.geometry.payload_bytes,
+        self.cache = HostCache(
+            region.records,
+            region.table,
+            self.geometry,
             policy=config.policy,
             track_unsaved=bool(config.tiers),
         )
+        self._index = self.cache.index
         self._carrier = carrier if carrier is not None else self._make_carrier()
         self._tiers = self._tier_states()
         self._planner = Planner(
             self._index,
-            self._slots,
+            self.cache.slots,
             self.geometry,
             config,
             self._tiers,
@@ -119,18 +128,22 @@ class Engine:
             self._emit,
         )
         self._lookup = self._index.lookup
+        self._verify = config.verify_host != "off"
         self._polled = False
         self._closed = False
         self._now = clock()
         self._metrics_at = 0.0
         self._restarts = 0
+        self._started_at = self._now
         self._restart_at: float | None = None
         self._restarter: threading.Thread | None = None
         self._service_up = False
+        # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
+        os.register_at_fork(after_in_child=_AfterFork(self))
         self.resources: m.Resources | None = None
 
     def _make_carrier(self) -> Carrier | None:
-        if not self.config.tiers:
+        if not self.config.tiers and self.config.verify_host == "off":
             return None
         adapted = [tier.name for tier in self.config.tiers if is_adapted(tier)]
         if self.config.isolation == "process" and adapted:
@@ -181,6 +194,59 @@ class Engine:
             A tier says that something has to be changed; the service has been ended again.
         """
         self._grow()
+        self.publish_metrics()
+        try:
+            self._open_outlets()
+            self._open_service()
+        except BaseException:
+            self._close_outlets()
+            raise
+        padding = ", ".join(
+            f"group {group}: {ratio:.1%}" for group, ratio in self.region.padding_ratio.items()
+        )
+        log.info(
+            "host memory: %d slots of %d bytes, padding %s; tiers: %s",
+            self.geometry.num_slots,
+            self.geometry.slot_bytes,
+            padding,
+            ", ".join(tier.name for tier in self._tiers) or "none",
+        )
+
+    def _open_outlets(self) -> None:
+        """Metrics endpoint and event stream, where they are asked for."""
+        metrics, events = self.config.metrics, self.config.events
+        if events.endpoint is not None:
+            publisher = Publisher(self.events, events)
+            publisher.open()
+            self._publisher = publisher
+        if metrics.port is not None:
+            http = HttpThread(
+                HttpEndpoint(self.registry.render, self._health, metrics.host, metrics.port)
+            )
+            http.open()
+            self._http = http
+
+    def _close_outlets(self) -> None:
+        http, self._http = self._http, None
+        publisher, self._publisher = self._publisher, None
+        if http is not None:
+            http.close()
+        if publisher is not None:
+            publisher.close()
+
+    def _health(self) -> list[TierHealth]:
+        """For the endpoint's thread: reads only what is replaced as a whole."""
+        states = [TierHealth("host", "up")]
+        for tier in self._tiers:
+            if tier.readable and tier.writable:
+                states.append(TierHealth(tier.name, "up"))
+            elif tier.readable or tier.writable:
+                states.append(TierHealth(tier.name, "degraded", tier.cause))
+            else:
+                states.append(TierHealth(tier.name, "down", tier.cause or "the service is down"))
+        return states
+
+    def _open_service(self) -> None:
         if self._carrier is None:
             return
         try:
@@ -202,16 +268,7 @@ class Engine:
         for message in messages:
             self._take(message)
         self._service_up = True
-        padding = ", ".join(
-            f"group {group}: {ratio:.1%}" for group, ratio in self.region.padding_ratio.items()
-        )
-        log.info(
-            "host memory: %d slots of %d bytes, padding %s; tiers: %s",
-            self.geometry.num_slots,
-            self.geometry.slot_bytes,
-            padding,
-            ", ".join(tier.name for tier in self._tiers),
-        )
+        self._recorder.set("kvtier_service_up", 1.0)
 
     def close(self, deadline_seconds: float = 5.0) -> None:
         """Save what only the host holds (``flush_on_shutdown``), end the service, let go.
@@ -234,6 +291,7 @@ class Engine:
                 error = self._carrier.close(self._clock() + deadline_seconds)
             if self._own_region:
                 self.region.close()
+            self._close_outlets()
         if error:
             raise TierLostError(error)
 
@@ -281,6 +339,8 @@ class Engine:
         if request is None:
             request = planner.request(context)
         if state == READY:
+            if self._verify and planner.verifier.due(key, request):
+                return planner.verify(key, request, self._now)
             if request.hits:
                 request.hits.append(key)
             else:
@@ -295,6 +355,8 @@ class Engine:
         """
         if not self._polled:
             self.poll()
+        if self._verify:
+            return self._lookup_verified(keys, context)
         ready, states = self._index.lookup_batch(keys)
         request = self._planner.request(context)
         if ready:
@@ -303,13 +365,28 @@ class Engine:
             return ready, Lookup.MISS
         return ready, self._planner.absent_batch(keys, states, ready, request, self._now)
 
+    def _lookup_verified(
+        self, keys: Sequence[bytes], context: RequestContext
+    ) -> tuple[int, Lookup]:
+        ready, answer = 0, Lookup.MISS
+        for key in keys:
+            one = self.lookup(key, context)
+            if one is Lookup.MISS:
+                break
+            if one is Lookup.HIT and answer is Lookup.MISS:
+                ready += 1
+            elif one is not Lookup.HIT and answer is Lookup.MISS:
+                answer = one
+        return ready, answer
+
     def holds(self, key: bytes) -> bool:
         """Whether host memory has the chunk, or is just getting it. Asks no tier."""
         return self._lookup(key) != 0
 
     def source(self, key: bytes, context: RequestContext) -> str:
         """Name of the tier that a request's chunk came from; "host" if it was there."""
-        tier = self._planner.request(context).sources.get(key)
+        request = self._planner.requests.get(context.request_id)
+        tier = None if request is None else request.sources.get(key)
         return "host" if tier is None else self._tiers[tier].name
 
     # --- transfers of the accelerator ---
@@ -337,7 +414,7 @@ class Engine:
         """The bytes of these chunks are in host memory. Returns those that became READY now."""
         request = self._planner.requests.get(context.request_id)
         stored = self._planner.commit(keys, request)
-        if stored and self._tiers:
+        if stored and self._carrier is not None:
             self._flush()
         return stored
 
@@ -421,7 +498,10 @@ class Engine:
         if not planner.out:
             return
         out, planner.out = planner.out, []
-        if self._carrier is None or not self._service_up or not self._carrier.send(out):
+        if self._carrier is None or not self._service_up:
+            planner.undeliverable(out)
+        elif not self._carrier.send(out):
+            self._recorder.add("kvtier_service_overload_total", 1)
             planner.undeliverable(out)
 
     def _grow(self) -> None:
@@ -449,7 +529,10 @@ class Engine:
         for message in self._carrier.receive():
             self._take(message)
         self._service_up = False
-        pause = min(RESTART_SECONDS * 2**self._restarts, MAX_RESTART_SECONDS)
+        if self._now - self._started_at > STABLE_SECONDS:
+            self._restarts = 0
+        # The exponent is bounded: 2**1024 is no float, and a night has that many restarts.
+        pause = min(RESTART_SECONDS * 2 ** min(self._restarts, 30), MAX_RESTART_SECONDS)
         self._restarts += 1
         self._restart_at = self._now + pause
         log.error("the tier service has died; starting another in %.1f seconds", pause)
@@ -468,6 +551,7 @@ class Engine:
                 self._take(message)
             self._service_up = self._carrier.alive
             if self._service_up:
+                self._started_at = self._now
                 self._recorder.set("kvtier_service_up", 1.0)
             else:
                 self._restart_at = self._now + MAX_RESTART_SECONDS
@@ -511,7 +595,11 @@ class Engine:
     # --- metrics and events ---
 
     def _emit(
-        self, operation: str, keys: Sequence[bytes], source: str | None, destination: str | None
+        self,
+        operation: Operation,
+        keys: Sequence[bytes],
+        source: str | None,
+        destination: str | None,
     ) -> None:
         self._recorder.add("kvtier_events_total", len(keys) or 1, (operation,))
         if not self.events.active:
@@ -586,7 +674,7 @@ class Engine:
     def _failures(self) -> dict[str, int]:
         causes: dict[str, int] = {}
         for (_, _, outcome), count in self.registry.series("kvtier_chunks_total").items():
-            if outcome not in ("done", "exists", "missing", "dropped"):
+            if Outcome[outcome.upper()].failed:
                 causes[outcome] = causes.get(outcome, 0) + int(count)
         return causes
 
@@ -606,6 +694,7 @@ class Engine:
         return not (
             planner.finds
             or planner.cascades
+            or planner.verifier.jobs
             or planner.out
             or planner.reset_pending
             or any(tier.backlog and tier.writable for tier in self._tiers)
@@ -614,6 +703,7 @@ class Engine:
     def check(self) -> None:
         """Walk all invariants of section 11 that one process can see; InternalError otherwise."""
         self._index.check()
+        self.cache.usage()
         planner = self._planner
         held = sum(len(request.held) for request in planner.requests.values())
         if held != planner.held:
@@ -633,6 +723,35 @@ class Engine:
                 )
 
 
+class _AfterFork:
+    """Takes the forked child's engine out of use; must not keep the engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            forked: Any = _Forked()
+            engine._closed = True
+            engine._index = engine._planner = forked
+            engine._lookup = forked.refuse
+
+
+class _Forked:
+    """Stands for index and planner in a forked child."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.refuse()
+
+    def refuse(self, *args: object) -> NoReturn:
+        """What every call comes to."""
+        raise ClosedError(
+            "the engine was opened before this process was forked, and its memory is the parent's: "
+            "open one of your own"
+        )
+
+
 def _int(value: float | None) -> int:
     return 0 if value is None or math.isnan(value) else int(value)
 
@@ -641,6 +760,12 @@ def open_engine(
     config: Config, geometry: Geometry, namespace: Mapping[str, str] | None = None
 ) -> tuple[Engine, Region]:
     """Engine with a region of its own, for use without a model server.
+
+    Parameters
+    ----------
+    namespace : mapping, optional
+        What must agree before instances may share bytes: model, weights, dtype, layout (see
+        ``kvtier.namespace.library_namespace``). Shape and format are added here.
 
     Returns
     -------
@@ -652,9 +777,14 @@ def open_engine(
     ConfigError
     """
     sweep(config.directory)
-    fields = {"geometry": namespace_digest({"geometry": repr(geometry.groups)}).hex()}
-    fields |= dict(config.namespace)
-    fields |= dict(namespace or {})
+    if not namespace and not config.namespace and config.tiers:
+        log.warning(
+            "no namespace given: chunks of equal keys and sizes are taken for equal, whichever "
+            "model they belong to; give at least namespace={'model': ..., 'kv_dtype': ...}"
+        )
+    fields = dict(namespace or {"model": "unnamed"})
+    fields |= {"groups": describe_groups(geometry), "format_version": FORMAT_VERSION}
+    fields = merged(fields, config.namespace)
     region = Region.create(
         f"engine-{os.getpid()}-{os.urandom(8).hex()}",
         geometry,

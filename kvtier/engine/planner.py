@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,17 +23,29 @@ from kvtier._core.slots import READY, WRITING, SlotTable
 from kvtier.config import Config, TierConfig
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.transfers import CascadeRecord, FindRecord
+from kvtier.engine.verifier import Verifier
 from kvtier.errors import InternalError
+from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.types import Geometry, Lookup, Outcome, RequestContext, TierMatch, key_group
 
 log = logging.getLogger(__name__)
 
+MAX_TRIES = 10
+"""How often a tier may refuse a chunk before it is not offered there again."""
+
+RETRY_SECONDS = 0.1
+MAX_RETRY_SECONDS = 30.0
+"""Pause after the first refusal, doubled with each further one."""
+
+PATIENCE = 3
+"""A request in the line for slots takes what there is after this part of the load timeout."""
+
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
-Emit = Callable[[str, Sequence[bytes], str | None, str | None], None]
+Emit = Callable[[Operation, Sequence[bytes], str | None, str | None], None]
 """``emit(operation, keys, source, destination)``."""
 
 
@@ -42,12 +55,15 @@ class TierState:
     __slots__ = (
         "backlog",
         "bound_bytes",
+        "cause",
         "config",
         "inflight_bytes",
         "locality",
         "medium",
         "name",
         "readable",
+        "refused",
+        "retry_at",
         "writable",
     )
 
@@ -58,12 +74,18 @@ class TierState:
         self.name = config.name
         self.medium = medium
         self.locality = locality
+        self.cause = ""
         self.readable = False
         self.writable = False
         self.inflight_bytes = 0
         self.bound_bytes = bound_bytes
         self.backlog: deque[bytes] = deque(maxlen=capacity)
         """Chunks put off at the bound; offered again as it allows."""
+        self.refused: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        """Chunks the tier did not take: how often, and when it is asked again (then they are in
+        the backlog as well). Bounded like the backlog."""
+        self.retry_at = math.inf
+        """When the first of them is due."""
 
     @property
     def takes_all(self) -> bool:
@@ -134,11 +156,17 @@ class Planner:
         self._load_seconds = max((tier.config.load_seconds for tier in tiers), default=1.0)
         self._thresholds = any(tier.config.store_threshold > 1 for tier in tiers)
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
+        self.verifier = Verifier(config.verify_host, index, slots, recorder)
+        # Whether there is anything to say to a service at all.
+        self._active = bool(self.tiers) or self.verifier.active
         self._job = 0
+        self._request_number = 0
         self._asking: dict[str, Request] = {}  # requests with fresh keys
         self._touched: dict[str, Request] = {}  # requests with hits in this step
-        self._waiting: dict[int, FindRecord] = {}  # finds that want slots, oldest first
+        self._line: list[FindRecord] = []  # finds that want slots, those of older requests first
         self._stored: list[tuple[list[bytes], Request | None]] = []
+        # A reset that the service could not take: without it, it would go on serving what is void.
+        self._unsent_reset: m.Reset | None = None
         self._cleared_to = -1  # position of the clean-up after a dead service; -1: none
         self._windowed: list[Request] = []  # requests with a count in ``window_left``
         self._expires_at = math.inf  # nothing that is held or asked for expires before
@@ -157,7 +185,10 @@ class Planner:
         request = self.requests.get(context.request_id)
         if request is None:
             tiers = [i for i, t in enumerate(self.tiers) if t.allowed(context.load_tiers)]
-            request = self.requests[context.request_id] = Request(context, tiers)
+            self._request_number += 1
+            request = self.requests[context.request_id] = Request(
+                context, tiers, self._request_number
+            )
         return request
 
     def absent(self, key: bytes, state: int, request: Request, now: float) -> Lookup:
@@ -246,13 +277,27 @@ class Planner:
         if request.wait_until is not None and now < request.wait_until:
             request.wait_until = min(now + self._config.lookup_timeout_seconds, request.load_until)
 
+    def verify(self, key: bytes, request: Request, now: float) -> Lookup:
+        """Answer for a READY key that has to be compared with its checksum first."""
+        if request.wait_until is not None and now >= request.wait_until:
+            return Lookup.MISS
+        self.verifier.ask(key, request)
+        return self._wait(request, now, Lookup.RETRY)
+
     def hit(self, keys: Sequence[bytes], request: Request) -> None:
         """`keys` were answered HIT."""
         request.hits.extend(keys)
         self._touched[request.context.request_id] = request
 
     def _hold_hits(self, request: Request, now: float) -> None:
-        """Pin what a deferred request was told it could have, as far as the bound allows."""
+        """Pin what a deferred request was told it could have, as far as the bound allows.
+
+        Not for a request that stands in the line for slots behind another.
+        """
+        if self._line and request.finds and self._line[0].request is not request:
+            for record in self._line:
+                if record.request is request:
+                    return
         keys = [key for key in dict.fromkeys(request.hits) if key not in request.held]
         room = self.hold_limit - self.held - self.lent
         keys = [key for key in keys[: max(0, room)] if self.index.lookup(key) == 2]
@@ -296,7 +341,7 @@ class Planner:
         for job in request.finds:
             self.out.append(m.Cancel(job))
             # What it still wanted nobody wants now.
-            self._waiting.pop(job, None)
+            self._leave_line(self.finds[job])
         keys = list(request.used)
         positions = context.positions
         if positions and request.used.keys() <= positions.keys():
@@ -356,7 +401,7 @@ class Planner:
         stored = self.index.commit(keys)
         if stored:
             self._emit("stored", stored, None, "host")
-            if self.tiers:
+            if self._active:
                 self._stored.append((stored, request))
         return stored
 
@@ -385,11 +430,14 @@ class Planner:
                         continue
                     tier.inflight_bytes += length
                     chosen.append(i)
-                if chosen:
+                if chosen or (self.verifier.active and self._cleared_to < 0):
+                    # Without a tier that takes it: only for its checksum.
                     batches.setdefault(tuple(chosen), []).append(key)
             for tiers, batch in batches.items():
                 self._cascade(batch, list(tiers), request, now)
         for i, tier in enumerate(self.tiers):
+            if now >= tier.retry_at:
+                self._offer_refused(tier, now)
             if not tier.backlog:
                 continue
             batch = []
@@ -399,6 +447,7 @@ class Planner:
                 if self.index.lookup(key) != 2:
                     # Evicted, reset or dropped meanwhile: this tier never gets it.
                     tier.backlog.popleft()
+                    tier.refused.pop(key, None)
                     self._drop(tier, 1, "bound")
                     continue
                 if not self._fits(tier, length):
@@ -444,6 +493,28 @@ class Planner:
         tier.backlog.append(key)
         self._recorder.add("kvtier_deferred_chunks_total", 1, (tier.name,))
 
+    def _offer_refused(self, tier: TierState, now: float) -> None:
+        tier.retry_at = math.inf
+        for key, (tries, due) in tier.refused.items():
+            if now >= due > 0:
+                tier.refused[key] = (tries, 0.0)
+                tier.backlog.append(key)
+            elif due > now:
+                tier.retry_at = min(tier.retry_at, due)
+
+    def _refused(self, tier: TierState, key: bytes, now: float) -> None:
+        """The tier did not take a chunk; while host memory has it there may be a next time."""
+        tries = tier.refused.pop(key, (0, 0.0))[0] + 1
+        if tier.config.backpressure == "drop" or tries >= MAX_TRIES:
+            self._drop(tier, 1, "refused")
+            return
+        if len(tier.refused) == tier.backlog.maxlen:
+            tier.refused.popitem(last=False)
+            self._drop(tier, 1, "bound")
+        pause = min(RETRY_SECONDS * 2 ** (tries - 1), MAX_RETRY_SECONDS)
+        tier.refused[key] = (tries, now + pause)
+        tier.retry_at = min(tier.retry_at, now + pause)
+
     def _drop(self, tier: TierState, chunks: int, reason: str) -> None:
         self._recorder.add("kvtier_dropped_chunks_total", chunks, (tier.name, reason))
 
@@ -464,7 +535,7 @@ class Planner:
             self._job, pinned, slots.tolist(), generations.tolist(), length_bytes, tiers, now
         )
         self.cascades[record.job] = record
-        timeout = max(self.tiers[i].config.store_seconds for i in tiers)
+        timeout = max((self.tiers[i].config.store_seconds for i in tiers), default=30.0)
         self.out.append(
             m.Cascade(
                 record.job,
@@ -508,7 +579,7 @@ class Planner:
         request.finds.add(record.job)
         slots: list[int] = []
         generations: list[int] = []
-        if not self._waiting:
+        if not self._line:
             # Slots kept free ahead: loading starts with the presence check. While others wait for
             # slots it is presence only, or many requests would hold a part each and none a whole.
             slots, generations = self._lend(record, len(keys))
@@ -538,17 +609,23 @@ class Planner:
         self.lent += len(pairs)
         return [slot for slot, _ in pairs], [generation for _, generation in pairs]
 
+    def _leave_line(self, record: FindRecord) -> None:
+        if record in self._line:
+            self._line.remove(record)
+
     def _flush_wants(self, now: float) -> None:
         """Lend slots to the finds that know what they need, oldest first."""
-        for record in self._waiting.values():
+        for record in self._line:
             self._progress(record.request, now)
-        for record in list(self._waiting.values()):
+        for record in list(self._line):
             room = self.hold_limit - self.held - self.lent
             mine = len(record.lent) + len(record.request.held)
-            others = self.held + self.lent - mine
-            late = now >= record.wanted_since + self._config.lookup_timeout_seconds
-            enough = room >= min(record.wants, self.hold_limit - mine)
-            if not enough and others > 0 and not late:
+            # What others in the line hold does not come back while they wait, perhaps for this one.
+            waiting = {one.request for one in self._line if one.request is not record.request}
+            stuck = sum(len(request.held) for request in waiting)
+            others = self.held + self.lent - mine - stuck
+            late = now >= record.wanted_since + self._load_seconds / PATIENCE
+            if room < record.wants and others > self.hold_limit // 4 and not late:
                 # It waits for those before it rather than take a part of what it needs; the ones
                 # behind it wait with it, so that it is not starved.
                 return
@@ -565,7 +642,7 @@ class Planner:
                 # A prompt larger than the bound gets its prefix; the rest is a miss.
                 self.out.append(m.NoMoreSlots(record.job))
                 self._recorder.add("kvtier_hold_refused_total", record.wants)
-            del self._waiting[record.job]
+            self._line.remove(record)
 
     # --- answers ---
 
@@ -576,6 +653,12 @@ class Planner:
                 self._found(message, now)
             case m.Stored():
                 self._stored_answer(message, now)
+            case m.Verified():
+                requests, dropped = self.verifier.take(message)
+                for request in requests:
+                    self._progress(request, now)
+                if dropped:
+                    self._emit("removed", dropped, "host", None)
             case m.Returned():
                 record = self.finds.get(message.job)
                 if record is not None:
@@ -585,7 +668,7 @@ class Planner:
             case m.Ready():
                 self.ready(message)
             case m.ResetDone():
-                self.reset_pending = False
+                self.reset_pending = self._unsent_reset is not None
             case _:
                 raise InternalError(f"the planner got {message!r}")
 
@@ -598,7 +681,7 @@ class Planner:
         state = self.tiers[tier]
         if state.readable and not readable:
             log.warning("tier %s is down: %s", state.name, cause)
-        state.readable, state.writable = readable, writable
+        state.readable, state.writable, state.cause = readable, writable, cause
         self._recorder.set("kvtier_tier_up", float(readable), (state.name,))
 
     def _found(self, message: m.Found, now: float) -> None:
@@ -630,14 +713,20 @@ class Planner:
                     (self.tiers[tier].name, "miss"),
                 )
         if message.final:
-            self._waiting.pop(record.job, None)
+            self._leave_line(record)
             request.finds.discard(record.job)
         elif alive and message.present:
             wants = record.present - record.granted
             if wants > 0:
                 record.wants = wants
-                record.wanted_since = now
-                self._waiting[record.job] = record
+                if record not in self._line:
+                    record.wanted_since = now
+                    # By request: one of which a part came back must not wait behind those that
+                    # wait for what it holds.
+                    insort(self._line, record, key=lambda one: (one.request.number, one.job))
+                    if self._line[0].request is not request:
+                        # Behind others: what it held would keep them, and so itself, waiting.
+                        self.release(request)
         self._give_back(record, message.unused, ended=message.final)
 
     def _adopt(self, record: FindRecord, message: m.Found, alive: bool, now: float) -> None:
@@ -684,6 +773,9 @@ class Planner:
         record = self.cascades.get(message.job)
         if record is None:
             raise InternalError(f"news of job {message.job}, which has ended")
+        if message.tier < 0:
+            del self.cascades[record.job]
+            return
         tier = self.tiers[message.tier]
         record.tiers.discard(message.tier)
         tier.inflight_bytes -= record.length_bytes
@@ -692,9 +784,9 @@ class Planner:
             for key, outcome in zip(record.keys, message.outcomes, strict=True):
                 if outcome <= Outcome.EXISTS:
                     saved.append(key)
+                    tier.refused.pop(key, None)
                 elif outcome in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
-                    # The tier did not take it; while host memory has it there may be a next time.
-                    self._put_off(tier, key)
+                    self._refused(tier, key, now)
             self.index.mark_saved(saved)
             self._emit("stored", saved, "host", tier.name)
         if not record.tiers:
@@ -704,7 +796,7 @@ class Planner:
 
     def flush(self, now: float) -> None:
         """End of a step: expire, lend, ask, cascade; messages are in ``out`` afterwards."""
-        if not self.tiers:
+        if not self._active:
             for request in self._touched.values():
                 self._count(request)
             self._touched.clear()
@@ -716,13 +808,20 @@ class Planner:
             self._count(request)
         self._touched.clear()
         self._expire(now)
+        if self._unsent_reset is not None:
+            self.out.append(self._unsent_reset)
+            self._unsent_reset = None
         if self._cleared_to < 0 and not self.reset_pending:
-            if self._waiting:
+            if self._line:
                 self._flush_wants(now)
             if self._asking:
                 self._flush_finds(now)
             self._flush_cascades(now)
-        if self._config.promotion_slots:
+            self._job += 1
+            verify = self.verifier.flush(self._job)
+            if verify is not None:
+                self.out.append(verify)
+        if self.tiers and self._config.promotion_slots:
             self.evicted(self.index.keep_free(self._config.promotion_slots), ())
         self.index.reap()
 
@@ -746,7 +845,7 @@ class Planner:
                 continue
             self._expires_at = min(self._expires_at, record.deadline)
             if now >= record.deadline:
-                self._waiting.pop(record.job, None)
+                self._leave_line(record)
                 for key in record.keys:
                     if record.request.status.get(key) in (ASKED, COMING):
                         record.request.status[key] = GONE
@@ -760,7 +859,7 @@ class Planner:
                     if isinstance(message, m.Find):
                         record.ended = True
                         record.request.finds.discard(record.job)
-                        self._waiting.pop(record.job, None)
+                        self._leave_line(record)
                         record.request.status.update(dict.fromkeys(record.keys, GONE))
                     self._give_back(record, message.slots)
                     if record.ended and not record.lent:
@@ -773,12 +872,15 @@ class Planner:
                         self.tiers[i].inflight_bytes -= record_.length_bytes
                         for key in record_.keys:
                             self._put_off(self.tiers[i], key)
+                case m.Verify():
+                    self.verifier.undeliverable(message)
                 case m.NoMoreSlots() | m.Cancel():
                     # Its find ends by its deadline all the same.
                     continue
+                case m.Reset():
+                    self._unsent_reset = message
                 case _:
                     log.warning("the service does not take %s", type(message).__name__)
-        self._recorder.add("kvtier_service_overload_total", 1)
 
     # --- after the service's end ---
 
@@ -793,18 +895,20 @@ class Planner:
                         record.request.status[key] = GONE
             self._give_back(record, list(record.lent))
         self.finds.clear()
-        self._waiting.clear()
+        self._line.clear()
         for cascade in self.cascades.values():
             for i in cascade.tiers:
                 if not cascade.stale:
                     for key in cascade.keys:
                         self._put_off(self.tiers[i], key)
         self.cascades.clear()
+        self.verifier.forget()
         for tier in self.tiers:
             tier.inflight_bytes = 0
             tier.readable = tier.writable = False
             self._recorder.set("kvtier_tier_up", 0.0, (tier.name,))
-        self.reset_pending = False
+        # What it was told, its successor knows from the start.
+        self.reset_pending = self._unsent_reset is not None
         self._cleared_to = 0
 
     def clear_pins(self, step: int = 65536) -> bool:
@@ -835,12 +939,14 @@ class Planner:
             request.finds.clear()
             request.used.clear()
             request.sources.clear()
+            request.verified.clear()
         self._asking.clear()
         self._touched.clear()
-        self._waiting.clear()
+        self._line.clear()
         self._stored.clear()
         for tier in self.tiers:
             tier.backlog.clear()
+            tier.refused.clear()
         for record in self.finds.values():
             if not record.stale:
                 self.lent -= len(record.lent)
@@ -849,9 +955,9 @@ class Planner:
             cascade.stale = True
         _, slots, generations = self.index.clear()
         self._emit("cleared", (), "" if self._config.on_reset == "new_epoch" else "host", None)
-        if self.tiers:
+        if self._active:
             self.reset_pending = True
-            self.out.append(m.Reset(namespace))
+            self._unsent_reset = m.Reset(namespace)
         lent = {slot for record in self.finds.values() for slot in record.lent}
         written = [
             i

@@ -23,16 +23,20 @@ class Request:
         "hits",
         "hold_until",
         "load_until",
+        "number",
         "sources",
         "status",
         "tiers",
         "used",
+        "verified",
         "wait_until",
         "window_left",
     )
 
-    def __init__(self, context: RequestContext, tiers: list[int]) -> None:
+    def __init__(self, context: RequestContext, tiers: list[int], number: int) -> None:
         self.context = context
+        self.number = number
+        """Rises from request to request: the older one is served first."""
         self.tiers = tiers
         """Tiers it may load from, in order."""
         self.status: dict[bytes, int] = {}
@@ -52,6 +56,8 @@ class Request:
         """Keys it loaded or stored, in first-use order."""
         self.counted: set[bytes] = set()
         """Keys whose hit or miss in host memory is in the metrics already."""
+        self.verified: set[bytes] = set()
+        """Keys whose bytes in host memory have been compared with their checksum for it."""
         self.finds: set[int] = set()
         self.sources: dict[bytes, int] = {}
         """Tier each promoted key came from."""

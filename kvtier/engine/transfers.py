@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One record a job, from the message that starts it to the one that ends it.
 
-Owned by the planner, on the owner's thread. A record holds all that has to be given back: lent slots
-of a ``Find``, in-flight bytes of a ``Cascade``. Stale records belong to the time before a reset: they
-only wait for their slots.
+Owned by the planner, on the owner's thread. A record holds all that has to be given back: lent
+slots of a ``Find``, in-flight bytes of a ``Cascade``. Stale records belong to the time before a
+reset: they only wait for their slots.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_dropped_chunks_total",
         "counter",
-        "Cascades dropped by reason: bound, breaker, overload, closed, or a filter (threshold, "
-        "prefix, group).",
+        "Cascades dropped by reason: bound, breaker, refused, overload, closed, or a filter "
+        "(threshold, prefix, group).",
         ("tier", "reason"),
     ),
     MetricDef(

@@ -2,12 +2,15 @@
 """Circuit breaker of one direction of one tier. Pure: the caller brings the time.
 
 Closed until `failures` calls in a row have failed; then open for a time that doubles with each
-failed trial, up to a minute; then half-open, in which one call is let through as the trial.
+failed trial, up to a minute (or the first time, if that is longer); then half-open, in which one
+call is let through as the trial.
 """
 
 from __future__ import annotations
 
 MAX_OPEN_SECONDS = 60.0
+
+MAX_DOUBLINGS = 30
 
 
 class Breaker:
@@ -83,7 +86,12 @@ class Breaker:
             return False
         self.cause = cause
         self._trial = False
-        self._until = now + min(self._open_seconds * 2**self._opened, MAX_OPEN_SECONDS)
+        # The exponent is bounded: a tier that is down for a day has failed a thousand trials, and
+        # 2**1024 is no float.
+        doublings = min(self._opened, MAX_DOUBLINGS)
+        self._until = now + min(
+            self._open_seconds * 2**doublings, max(MAX_OPEN_SECONDS, self._open_seconds)
+        )
         self._opened += 1
         return True
 

@@ -8,6 +8,7 @@ SIGTERM, which mean the model server: that one closes the socket when it is done
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
@@ -38,8 +39,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    # vLLM pins its processes to single cores; this one may run wherever the cgroup lets it.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    # vLLM pins its processes to single cores; this one may run wherever the cgroup lets it. Some
+    # sandboxes refuse the call, which is no reason to go without tiers.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
     sock = socket.socket(fileno=fd)
     sock.setblocking(True)
     reader = FrameReader()
@@ -53,7 +56,7 @@ def main() -> None:
     logging.basicConfig(
         level=setup.log_level, format="%(levelname)s %(asctime)s [kvtier-service] %(message)s"
     )
-    threading.Thread(target=_watchdog, args=(fd,), name="kvtier-watchdog", daemon=True).start()
+    threading.Thread(target=_watchdog, args=(sock,), name="kvtier-watchdog", daemon=True).start()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(sock, setup, reader, frames[1:]))
 
@@ -62,11 +65,16 @@ def _secret(kind: type, value: Any) -> Any:
     return kind(value)
 
 
-def _watchdog(fd: int) -> None:
+def _watchdog(sock: socket.socket) -> None:
     """End the process when its parent is gone and the loop hangs."""
     poller = select.poll()
-    poller.register(fd, 0)  # POLLHUP is always reported
+    poller.register(sock.fileno(), 0)  # POLLHUP is always reported
+    # A process that the parent has forked holds the other end of the socket as well.
+    with contextlib.suppress(OSError):
+        poller.register(os.pidfd_open(os.getppid()), select.POLLIN)
     poller.poll()
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RD)  # the loop reads this as the end
     timer = threading.Event()
     timer.wait(HANGUP_SECONDS)
     os._exit(1)
@@ -75,7 +83,11 @@ def _watchdog(fd: int) -> None:
 async def _serve(
     sock: socket.socket, setup: Setup, reader: FrameReader, frames: list[bytes]
 ) -> None:
-    region = Region.from_fd(setup.region_fd)
+    try:
+        region = Region.from_fd(setup.region_fd)
+    finally:
+        # It shares the parent's lock on the file, which must not outlive the parent's descriptor.
+        os.close(setup.region_fd)
     try:
         loop = asyncio.get_running_loop()
         sock.setblocking(False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -72,7 +73,10 @@ class FindJob:
         self._state = bytearray(n)
         self._cursor = [0] * n  # position in message.tiers of the tier to ask next
         self._outcome = [Outcome.MISSING] * n  # last failure of each key
+        self._ask_at = [0.0] * n  # not before then: a tier is just getting the key
         self._reported = 0  # keys [0, reported) of the prefix were reported present
+        self._told: set[int] = set()  # keys of a window that were
+        self._again: set[int] = set()  # to be loaded once more, into a slot still to be lent
         self._slots: deque[tuple[int, int]] = deque()  # lent and free to load into
         self._lent: set[int] = set()  # every slot that has not gone back yet
         self._held: dict[int, asyncio.Future[Any]] = {}  # those that a hung call may still touch
@@ -106,7 +110,7 @@ class FindJob:
                     continue
                 self._settle_absent()
                 self._start_loads()
-                if not self._loads and not self._waiting_for_slots():
+                if not self._loads and not self._waiting_for_slots() and self._next_ask() is None:
                     break
                 await self._wait()
         finally:
@@ -119,13 +123,27 @@ class FindJob:
 
     def _next_tier(self) -> int | None:
         """Position of the first tier that some key is still to be asked of."""
+        return min((self._cursor[i] for i in self._to_ask(self._clock())), default=None)
+
+    def _to_ask(self, now: float) -> list[int]:
         last = len(self._message.tiers)
-        cursors = [
-            cursor
-            for cursor, state in zip(self._cursor, self._state, strict=True)
-            if state == UNKNOWN and cursor < last
+        return [
+            i
+            for i, state in enumerate(self._state)
+            if state == UNKNOWN and self._cursor[i] < last and self._ask_at[i] <= now
         ]
-        return min(cursors, default=None)
+
+    def _next_ask(self) -> float | None:
+        """When a key is to be asked for again that a tier is just getting."""
+        last = len(self._message.tiers)
+        return min(
+            (
+                self._ask_at[i]
+                for i, state in enumerate(self._state)
+                if state == UNKNOWN and self._cursor[i] < last
+            ),
+            default=None,
+        )
 
     def _context(self, seconds: float) -> TierContext:
         return TierContext(
@@ -137,11 +155,7 @@ class FindJob:
 
     async def _ask(self, position: int) -> None:
         lane = self._lanes[self._message.tiers[position]]
-        asked = [
-            i
-            for i, state in enumerate(self._state)
-            if state == UNKNOWN and self._cursor[i] == position
-        ]
+        asked = [i for i in self._to_ask(self._clock()) if self._cursor[i] == position]
         answer = await lane.exists(
             [self._message.keys[i] for i in asked],
             self._context(min(lane.config.load_seconds, self._presence_seconds)),
@@ -152,24 +166,28 @@ class FindJob:
                 self._cursor[i] = position + 1
                 self._outcome[i] = answer
             return
-        pending = False
         for i, presence in zip(asked, answer, strict=True):
             if presence == Presence.PRESENT:
                 self._state[i] = PRESENT
             elif presence == Presence.ABSENT:
                 self._cursor[i] = position + 1
             else:
-                pending = True
+                # The others go on meanwhile, to further tiers too.
+                self._ask_at[i] = self._clock() + PENDING_SECONDS
         self._report_present()
-        if pending and all(p != Presence.PRESENT for p in answer):
-            self._start_loads()
-            await asyncio.sleep(PENDING_SECONDS)
 
     def _report_present(self) -> None:
         """Tell the owner what can be loaded, so that it can lend more slots."""
         present = []
         if self._message.windowed:
-            present = [i for i, state in enumerate(self._state) if state == PRESENT]
+            # Each once: the owner counts them, to lend as many slots.
+            present = [
+                i
+                for i, state in enumerate(self._state)
+                if state == PRESENT and (i in self._again or i not in self._told)
+            ]
+            self._told.update(present)
+            self._again.difference_update(present)
         else:
             while self._reported < len(self._state) and self._state[self._reported] in (
                 PRESENT,
@@ -178,6 +196,10 @@ class FindJob:
             ):
                 present.append(self._reported)
                 self._reported += 1
+            # A hung call keeps the slot that these had been lent.
+            again = [i for i in self._again if self._state[i] == PRESENT and i < self._reported]
+            self._again.difference_update(again)
+            present += [i for i in again if i not in present]
         if present:
             self._post(self._news(present=present))
 
@@ -285,6 +307,8 @@ class FindJob:
             self._outcome[i] = outcome
             if item.slot not in self._held:
                 self._slots.append((item.slot, item.generation))
+            else:
+                self._again.add(i)
         if loaded:
             self._lent.difference_update(slots)
             self._post(self._news(loaded=loaded, slots=slots, crcs=crcs, tier=tier))
@@ -299,28 +323,28 @@ class FindJob:
 
     async def _wait(self) -> None:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""
+        until = min(self._message.deadline, self._next_ask() or math.inf)
         wake = self._tasks.start(self._wake.wait(), "wake")
+        waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
         try:
-            done, _ = await asyncio.wait(
-                {wake, self._stop, *self._loads},
-                timeout=max(0.0, self._message.deadline - self._clock()),
+            await asyncio.wait(
+                waits,
+                timeout=max(0.0, until - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
             wake.cancel()
-        self._collect(done)
+        self._collect()
 
-    def _collect(self, done: set[asyncio.Future[Any]]) -> None:
-        for task in done & self._loads:
-            self._loads.discard(task)  # type: ignore[arg-type]  # it came from there
-            if not task.cancelled() and task.exception() is not None:
-                log.error("a load failed inside kvtier", exc_info=task.exception())
+    def _collect(self) -> None:
+        # A load that raised is logged by the task set; its keys are settled at the end.
+        self._loads = {task for task in self._loads if not task.done()}
 
     async def _end(self) -> None:
         # The lanes end their calls at the deadline or on stop, so this is short.
         if self._loads:
-            done, _ = await asyncio.wait(self._loads)
-            self._collect(done)
+            await asyncio.wait(self._loads)
+            self._collect()
         await self._tasks.aclose()
         cause = Outcome.CANCELLED if self._stop.done() else Outcome.TIMEOUT
         failed, outcomes, absent = [], [], []

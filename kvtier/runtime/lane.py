@@ -37,6 +37,11 @@ STORE_BATCH_BYTES = 8 << 20
 
 REOPEN_SECONDS = 1.0
 
+REOPEN_TIMEOUT_SECONDS = 30.0
+
+CLOSE_GRACE_SECONDS = 1.0
+"""How much longer than its deadline a tier may take to close before it is left alone."""
+
 
 class Lane:
     """Calls into one tier.
@@ -78,6 +83,8 @@ class Lane:
         self._loads_done.set()
         self._is_open = False
         self._closing = False
+        self._reopener: asyncio.Task[None] | None = None
+        self._timers: dict[Breaker, asyncio.TimerHandle] = {}
 
     # --- life ---
 
@@ -94,26 +101,32 @@ class Lane:
             self._is_open = True
             return ""
         if isinstance(call.error, ConfigError):
+            # At the first start this ends the service; after a reset the operator may mend it.
+            self._reopener = self._tasks.start(
+                self._reopen(call.settled), f"reopen-{self.tier.name}"
+            )
             raise call.error
-        if call.error is None:
+        if call.late:
             cause = "its self-test did not end in time"
         else:
             cause = str(call.error) or type(call.error).__name__
             if not isinstance(call.error, TierLostError | OSError):
                 log.error("tier %s failed to open", self.tier.name, exc_info=call.error)
-        self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
+        self._reopener = self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
     async def _reopen(self, settled: asyncio.Future[Any]) -> None:
-        await settled
         pause = REOPEN_SECONDS
         while not self._closing:
+            # Never two of them at once: an attempt that hangs is waited for.
+            await asyncio.wait({settled})
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30.0)
-            try:
-                await self.tier.open()
-            except Exception as exc:
-                log.warning("tier %s is still down: %s", self.tier.name, exc)
+            call = await self._call(self.tier.open(), self._clock() + REOPEN_TIMEOUT_SECONDS)
+            settled = call.settled
+            if call.error is not None or call.late:
+                cause = "its self-test did not end in time" if call.late else str(call.error)
+                log.warning("tier %s is still down: %s", self.tier.name, cause)
                 continue
             self._is_open = True
             log.info("tier %s is up", self.tier.name)
@@ -121,12 +134,33 @@ class Lane:
             return
 
     async def aclose(self, deadline: float) -> None:
-        """Close the tier and end every task of the lane."""
+        """Close the tier and end every task of the lane.
+
+        Raises
+        ------
+        TierLostError
+            A call of the tier hangs, or its ``aclose`` does, a little beyond `deadline`. What hangs
+            goes on without the lane; its slots come back when it ends.
+        """
         self._closing = True
-        try:
-            await self.tier.aclose(deadline)
-        finally:
-            await self._tasks.aclose()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._reopener is not None:
+            # Not opened while it is being closed.
+            self._reopener.cancel()
+            await asyncio.wait({self._reopener}, timeout=GRACE_SECONDS)
+        call = await self._call(self.tier.aclose(deadline), deadline + CLOSE_GRACE_SECONDS)
+        self._tasks.cancel()
+        left = await self._tasks.wait(GRACE_SECONDS)
+        if call.late or left:
+            raise TierLostError("a call hangs, and was left alone")
+        if call.error is not None:
+            raise call.error
+
+    async def ended(self) -> None:
+        """Wait until what hung when the lane was closed has ended too."""
+        await self._tasks.aclose()
 
     @property
     def tasks(self) -> int:
@@ -149,9 +183,14 @@ class Lane:
         if outcome is not Outcome.DONE:
             self._count("exists", outcome, len(keys))
             return outcome
-        result: list[Presence] = call.result
+        try:
+            result = [Presence(presence) for presence in call.result]
+        except (TypeError, ValueError) as exc:
+            log.error("tier %s answered with something else: %s", self.tier.name, exc)
+            result = []
         if len(result) != len(keys):
             log.error("tier %s answered %d of %d keys", self.tier.name, len(result), len(keys))
+            self._count("exists", Outcome.INTERNAL, len(keys))
             return Outcome.INTERNAL
         return result
 
@@ -199,9 +238,13 @@ class Lane:
                 outcomes += [refused] * len(batch)
                 continue
             if not self._loads_done.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(STORE_PAUSE_SECONDS):
-                        await self._loads_done.wait()
+                try:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(STORE_PAUSE_SECONDS):
+                            await self._loads_done.wait()
+                except BaseException:
+                    self._write.inconclusive()
+                    raise
             started = self._clock()
             call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
             outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
@@ -282,12 +325,19 @@ class Lane:
             outcome = self._judge(call, breaker, stop)
             self._count(operation, outcome, len(items))
             return [outcome] * len(items)
-        outcomes = call.result
-        if len(outcomes) != len(items):
-            log.error(
-                "tier %s gave %d outcomes for %d chunks", self.tier.name, len(outcomes), len(items)
-            )
-            self._failed(breaker, "it returned a wrong number of outcomes")
+        try:
+            # A tier may be anybody's: plain integers are well meant, anything else is its bug.
+            outcomes = [Outcome(outcome) for outcome in call.result]
+            bad = [
+                item.key
+                for item, outcome in zip(items, outcomes, strict=True)
+                if operation == "load" and outcome is Outcome.DONE and item.crc is None
+            ]
+            if bad:
+                raise ValueError(f"it loaded {len(bad)} chunks without their checksum")
+        except (TypeError, ValueError) as exc:
+            log.error("tier %s: %s of %d chunks: %s", self.tier.name, operation, len(items), exc)
+            self._failed(breaker, "it returned something else than an outcome for each chunk")
             self._count(operation, Outcome.INTERNAL, len(items))
             return [Outcome.INTERNAL] * len(items)
         moved_bytes = 0
@@ -334,10 +384,15 @@ class Lane:
         until = breaker.until
         assert until is not None
         # The owner sends something again only when told; the trial is the next real call.
-        asyncio.get_running_loop().call_later(until - self._clock(), self._tell)
+        # Kept, because a lane that has been closed must not speak for the next one.
+        self._timers[breaker] = asyncio.get_running_loop().call_later(
+            until - self._clock(), self._tell
+        )
 
     def _tell(self) -> None:
         """Tell the owner which directions it may use."""
+        if self._closing:
+            return  # the next lane of this tier speaks now
         now = self._clock()
         self._gauge()
         self._on_health(
@@ -355,7 +410,7 @@ class Lane:
 class Call(Generic[T]):
     """How a call into a tier ended, or that it was given up (``late``) and may still run."""
 
-    __slots__ = ("error", "late", "settled", "_task")
+    __slots__ = ("_task", "error", "late", "settled")
 
     def __init__(self, task: asyncio.Task[T], late: bool) -> None:
         self._task = task

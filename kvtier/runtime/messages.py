@@ -59,6 +59,22 @@ class Cascade(msgspec.Struct, frozen=True, array_like=True, tag=True):
     deadline: float
 
 
+class Verify(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compare these pinned chunks of host memory with their checksums."""
+
+    job: int
+    keys: list[Bytes]
+    slots: list[int]
+    generations: list[int]
+
+
+class Verified(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Positions of the chunks that differ; all pins of the job are back."""
+
+    job: int
+    bad: list[int]
+
+
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nobody waits for this job any more. It still ends with its last message."""
 
@@ -170,9 +186,19 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
-ToService = Find | Lend | NoMoreSlots | Cascade | Cancel | Reset | Close | Audit
+ToService = Find | Verify | Lend | NoMoreSlots | Cascade | Cancel | Reset | Close | Audit
 ToOwner = (
-    Ready | Found | Stored | Returned | Health | Samples | Events | Resources | ResetDone | Closed
+    Ready
+    | Found
+    | Verified
+    | Stored
+    | Returned
+    | Health
+    | Samples
+    | Events
+    | Resources
+    | ResetDone
+    | Closed
 )
 
 encoder = msgspec.msgpack.Encoder()

@@ -111,7 +111,10 @@ class ProcessCarrier(Carrier):
         return self._process.pid if self._process is not None else 0
 
     def start(self, timeout_seconds: float) -> list[m.ToOwner]:
-        self._spawn()
+        try:
+            self._spawn()
+        except OSError as exc:
+            raise TierLostError(f"no process for the tier service: {exc}") from exc
         deadline = time.monotonic() + timeout_seconds
         messages: list[m.ToOwner] = []
         while not any(isinstance(message, m.Ready) for message in messages):
@@ -132,12 +135,16 @@ class ProcessCarrier(Carrier):
         return messages
 
     def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        region_fd = os.dup(self._region_fd)
-        try:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as passed:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            passed.callback(theirs.close)
+            ours.setblocking(False)
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            region_fd = os.dup(self._region_fd)
+            passed.callback(os.close, region_fd)
+            self._child_region_fd = region_fd
             # The child runs this file's package wherever it was imported from.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvtier.runtime.child", str(theirs.fileno())],
@@ -146,11 +153,9 @@ class ProcessCarrier(Carrier):
                 stdin=subprocess.DEVNULL,
                 env=child_environment() | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
-        finally:
-            theirs.close()
-            self._child_region_fd = region_fd
-            os.close(region_fd)
-        self._pidfd = os.pidfd_open(self._process.pid)
+            undo.callback(self._kill)
+            self._pidfd = os.pidfd_open(self._process.pid)
+            undo.pop_all()
         self._socket = ours
         self._reader = FrameReader()
         self._pending = bytearray()
@@ -292,10 +297,15 @@ class ProcessCarrier(Carrier):
             self._flush()
             # Readable once it has exited.
             select.select([self._pidfd], [], [], 0.05)
-            for message in self.receive():
-                if isinstance(message, m.Closed):
-                    error = message.error
+            error = _closing_error(self.receive()) or error
         if self.alive:
             error = "the tier service's process did not end in time and was killed"
+        else:
+            # Its last words may have come between the look at the socket and its end.
+            error = _closing_error(self.receive()) or error
         self._kill()
         return error
+
+
+def _closing_error(messages: Sequence[m.ToOwner]) -> str:
+    return "; ".join(one.error for one in messages if isinstance(one, m.Closed) and one.error)

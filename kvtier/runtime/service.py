@@ -3,8 +3,8 @@
 
 Runs on an asyncio loop of its own, in a thread or in a child process (``runtime.thread``,
 ``runtime.child``); both hand it the same messages. Owns one lane a tier and one task a job.
-Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a pin
-goes back only when no call touches the slot any more.
+Invariants: every ``Find`` and every ``Cascade`` ends with exactly one final message; a slot or a
+pin goes back only when no call touches the slot any more.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Memory:
         lengths = np.array([item.length for item in items], dtype=np.int64)
         loop = asyncio.get_running_loop()
         crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
-        return crcs.tolist()
+        return [int(crc) for crc in crcs]
 
     def close(self) -> None:
         """End the checksum threads."""
@@ -162,6 +162,7 @@ class TierService:
         self._recorder = Recorder(definitions)
         self._tasks = TaskSet("kvtier-service")
         self._lanes: list[Lane] = []
+        self._left: list[Lane] = []  # closed, but a call into their tier hangs
         self._jobs: dict[int, Job] = {}
         self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
         self._out: list[m.ToOwner] = []
@@ -220,10 +221,24 @@ class TierService:
         fatal: list[bool] = []
         self._lanes = []
         for index, tier_config in enumerate(self._config.tiers):
+            try:
+                tier = make_tier(tier_config, env)
+            except Exception as exc:
+                # The constructor is anybody's code; without its tier there is nothing to run.
+                log.error("tier %s cannot be made", tier_config.name, exc_info=exc)
+                count = len(self._config.tiers)
+                self._post(
+                    m.Ready(
+                        [str(exc) if i == index else "not opened" for i in range(count)],
+                        [i == index for i in range(count)],
+                        os.getpid(),
+                    )
+                )
+                raise
             self._lanes.append(
                 Lane(
                     index,
-                    make_tier(tier_config, env),
+                    tier,
                     tier_config,
                     self._config,
                     self._recorder,
@@ -251,16 +266,28 @@ class TierService:
             await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock()))
 
     async def _close(self, deadline: float) -> str:
-        errors = []
         await self._stop_jobs()
-        for lane in self._lanes:
-            try:
-                await lane.aclose(deadline)
-            except Exception as exc:  # noqa: BLE001 - reported to the owner, who closes anyway
-                log.error("tier %s failed to close", lane.tier.name, exc_info=exc)
-                errors.append(f"{lane.tier.name}: {exc}")
+        errors = await self._close_lanes(deadline)
         await self._tasks.aclose()
+        # Nothing may touch the region once this service has said that it is closed.
+        for lane in self._left:
+            await lane.ended()
         return "; ".join(errors)
+
+    async def _close_lanes(self, deadline: float) -> list[str]:
+        """Close all lanes at the same time: a tier that hangs costs the others nothing."""
+        results = await asyncio.gather(
+            *(lane.aclose(deadline) for lane in self._lanes), return_exceptions=True
+        )
+        errors = []
+        self._left = [lane for lane in self._left if lane.tasks]
+        for lane, result in zip(self._lanes, results, strict=True):
+            if isinstance(result, BaseException):
+                log.error("tier %s failed to close", lane.tier.name, exc_info=result)
+                errors.append(f"{lane.tier.name}: {result}")
+            if lane.tasks:
+                self._left.append(lane)
+        return errors
 
     async def _stop_jobs(self) -> None:
         """End every job: its calls are cancelled, its final message goes out."""
@@ -295,6 +322,11 @@ class TierService:
                     self._run_job(message.job, self._cascade(message, job.stop)),
                     f"cascade-{message.job}",
                 )
+            case m.Verify():
+                job = self._start_job(message.job)
+                job.task = self._tasks.start(
+                    self._run_job(message.job, self._verify(message)), f"verify-{message.job}"
+                )
             case m.Lend() | m.NoMoreSlots():
                 found = self._jobs.get(message.job)
                 if found is not None and found.find is not None:
@@ -309,8 +341,7 @@ class TierService:
             case m.Reset():
                 await self._stop_jobs()
                 if message.namespace != self._namespace:
-                    for lane in self._lanes:
-                        await lane.aclose(self._clock() + 1.0)
+                    await self._close_lanes(self._clock() + 1.0)
                     self._namespace = message.namespace
                     await self._open()
                 self._post(m.ResetDone())
@@ -318,7 +349,8 @@ class TierService:
                 self._emit_samples()
                 self._post(
                     m.Resources(
-                        tasks=len(self._tasks) + sum(lane.tasks for lane in self._lanes),
+                        tasks=len(self._tasks)
+                        + sum(lane.tasks for lane in (*self._lanes, *self._left)),
                         threads=threading.active_count(),
                         fds=len(os.listdir("/proc/self/fd")),
                         jobs=len(self._jobs),
@@ -340,6 +372,23 @@ class TierService:
             if find is not None and find.held:
                 self._tasks.start(self._return_later(number, find.held), f"late-{number}")
 
+    async def _verify(self, message: m.Verify) -> None:
+        """Compare chunks of host memory with their checksums."""
+        items = [
+            self._memory.slot(key, slot, generation, self._memory.slots.crc(slot))
+            for key, slot, generation in zip(
+                message.keys, message.slots, message.generations, strict=True
+            )
+        ]
+        known = [item for item in items if item.crc is not None]
+        bad: list[int] = []
+        try:
+            await self._memory.verify(known)
+            bad = [i for i, item in enumerate(items) if item.crc is not None and not item.verified]
+        finally:
+            self._unpin(items)
+            self._post(m.Verified(message.job, bad))
+
     async def _cascade(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
         """Copy chunks to all tiers at once; the pins go back when the last call has settled."""
         slots = self._memory.slots
@@ -350,10 +399,16 @@ class TierService:
             )
         ]
         settled: list[asyncio.Future[Any]] = []
-        left = len(message.tiers)
+        left = set(message.tiers)
+
+        def end(tier: int, outcomes: Sequence[Outcome]) -> None:
+            for item, outcome in zip(items, outcomes, strict=True):
+                if outcome.ok:
+                    slots.mark_saved(item.slot, item.generation)
+            left.discard(tier)
+            self._post(m.Stored(message.job, tier, bytes(outcomes), final=not left))
 
         async def one(tier: int) -> None:
-            nonlocal left
             outcomes = [Outcome.INTERNAL] * len(items)
             try:
                 lane = self._lanes[tier]
@@ -369,16 +424,22 @@ class TierService:
                 outcomes, calls = await lane.store(copies, ctx, stop)
                 settled.extend(calls)
             finally:
-                for item, outcome in zip(items, outcomes, strict=True):
-                    if outcome.ok:
-                        slots.mark_saved(item.slot, item.generation)
-                left -= 1
-                self._post(m.Stored(message.job, tier, bytes(outcomes), final=left == 0))
+                end(tier, outcomes)
 
         try:
             await self._memory.take_crcs(items)
-            await asyncio.gather(*(one(tier) for tier in message.tiers))
+            # All of them end before the pins go, also when one raises.
+            results = await asyncio.gather(
+                *(one(tier) for tier in message.tiers), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    log.error("a store failed inside kvtier", exc_info=result)
         finally:
+            for tier in list(left):
+                end(tier, [Outcome.INTERNAL] * len(items))
+            if not message.tiers:  # it was for the checksums only
+                self._post(m.Stored(message.job, -1, b"", final=True))
             pending = {call for call in settled if not call.done()}
             if pending:
                 self._tasks.start(self._unpin_later(items, pending), f"late-{message.job}")

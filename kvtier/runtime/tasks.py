@@ -59,6 +59,17 @@ class TaskSet:
         if not task.cancelled() and task.exception() is not None:
             log.error("task %s failed", task.get_name(), exc_info=task.exception())
 
+    def cancel(self) -> None:
+        """Cancel what still runs, without waiting."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def wait(self, seconds: float) -> int:
+        """Wait up to `seconds` for all to end; how many have not."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=seconds)
+        return len(self._tasks)
+
     async def aclose(self) -> None:
         """Cancel what still runs and wait for it."""
         while self._tasks:

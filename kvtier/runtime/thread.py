@@ -55,19 +55,29 @@ class ThreadCarrier(Carrier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._service: TierService | None = None
         self._thread: threading.Thread | None = None
+        self._ended = False  # the service is through; its thread is about to end
 
     def start(self, timeout_seconds: float) -> list[m.ToOwner]:
-        self._thread = threading.Thread(target=self._main, name="kvtier-service", daemon=True)
-        self._thread.start()
+        self._spawn()
         deadline = time.monotonic() + timeout_seconds
         messages: list[m.ToOwner] = []
         while not any(isinstance(message, m.Ready) for message in messages):
-            if not self._came.wait(max(0.0, deadline - time.monotonic())) or not self.alive:
-                raise TierLostError(
-                    f"the tier service did not start within {timeout_seconds:g} seconds"
-                )
+            came = self._came.wait(max(0.0, deadline - time.monotonic()))
+            # Read before the messages: what the service said at last is among them.
+            ended = self._ended
             messages += self.receive()
+            if not came or (ended and not any(isinstance(one, m.Ready) for one in messages)):
+                raise TierLostError(
+                    "the tier service ended while it started"
+                    if ended
+                    else f"the tier service did not start within {timeout_seconds:g} seconds"
+                )
         return messages
+
+    def _spawn(self) -> None:
+        self._ended = False
+        self._thread = threading.Thread(target=self._main, name="kvtier-service", daemon=True)
+        self._thread.start()
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=self._new_loop) as runner:
@@ -79,6 +89,7 @@ class ThreadCarrier(Carrier):
             finally:
                 # From here on a send says False instead of reaching a loop that no longer runs.
                 self._service = None
+                self._ended = True
                 self._came.set()
                 if self._wake is not None:
                     self._wake()
@@ -128,8 +139,7 @@ class ThreadCarrier(Carrier):
         if self.alive:
             raise InternalError("the service still runs")
         self._namespace = namespace
-        self._thread = threading.Thread(target=self._main, name="kvtier-service", daemon=True)
-        self._thread.start()
+        self._spawn()
 
     def on_message(self, wake: Callable[[], None] | None) -> None:
         self._wake = wake
@@ -144,4 +154,5 @@ class ThreadCarrier(Carrier):
         if thread.is_alive():
             return "the tier service did not end: a call into a tier hangs"
         self._thread = None
-        return ""
+        errors = [message.error for message in self.receive() if isinstance(message, m.Closed)]
+        return errors[-1] if errors else ""

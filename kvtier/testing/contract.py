@@ -22,7 +22,7 @@ import inspect
 import mmap
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ import pytest
 
 from kvtier._core.layout import crc32c
 from kvtier.errors import ClosedError
+from kvtier.namespace import namespace_digest
 from kvtier.obs.events import Event
 from kvtier.obs.metrics import METRICS, Recorder
 from kvtier.tiers.base import Slot, Tier, TierContext, TierEnv
@@ -75,10 +76,15 @@ class Arena:
             raise IndexError(index)
         part = self._bytes[start : start + length]
         part[:] = 0 if payload is None else np.frombuffer(payload, dtype=np.uint8)
-        view = memoryview(part)
+        view = part.data
         # As from the service: a store has its checksum, a load gets it.
         crc = None if payload is None else crc32c(view)
         return Slot(key, index, 1, length, view, self.address + start, crc)
+
+    @property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All of the memory, one slot a row."""
+        return self._bytes.reshape(self.num_slots, self.slot_bytes)
 
     def close(self) -> None:
         """Give the memory back; slots must be gone."""
@@ -90,8 +96,7 @@ def make_env(
     *,
     sizes: Sequence[int] = SIZES,
     num_slots: int = 64,
-    digest: bytes = b"\x11" * 32,
-    model: str = "org/model",
+    fields: Mapping[str, str] | None = None,
     definitions: Sequence[Any] = (),
     clock: Callable[[], float] = time.monotonic,
     events: list[Event] | None = None,
@@ -101,10 +106,11 @@ def make_env(
         GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=size) for size in sizes
     )
     slot_bytes = -(-max(sizes) // 4096) * 4096
+    namespace = {"model": "org/model"} if fields is None else fields
     return TierEnv(
         geometry=make_geometry(groups, num_slots * slot_bytes),
-        namespace={"model": model},
-        namespace_digest=digest,
+        namespace=namespace,
+        namespace_digest=namespace_digest(namespace),
         recorder=Recorder((*METRICS, *definitions)),
         emit=(lambda event: None) if events is None else events.append,
         clock=clock,

@@ -10,6 +10,7 @@ test holds them.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import threading
 import time
 import weakref
@@ -47,7 +48,7 @@ class Gate:
         if self._open.is_set():
             return
         self.waiting.release()
-        while not self._open.is_set():
+        while not self._open.is_set():  # noqa: ASYNC110 - opened from another thread
             await asyncio.sleep(0.001)
 
 
@@ -66,6 +67,8 @@ class Script:
         self.name = name
         self.chunks: dict[bytes, tuple[bytes, int]] = {}
         """Payload and CRC by key; survives the tier, like a disk."""
+        self.by_namespace: dict[bytes, dict[bytes, tuple[bytes, int]]] = {}
+        """The same, by namespace digest, of tiers with the option ``namespaced``."""
         self.gates = {operation: Gate() for operation in OPERATIONS}
         self.outcomes: dict[str, list[Outcome]] = {operation: [] for operation in OPERATIONS}
         """Outcomes of the next calls, one a call; then all goes well."""
@@ -99,18 +102,27 @@ class ScriptedOptions(msgspec.Struct, frozen=True):
 
     script: str
     medium: str = "STORAGE"
+    namespaced: bool = False
+    """Chunks of one namespace are not found in another."""
 
 
 class ScriptedTier(Tier):
     """Chunks in the script's memory, with the faults it asks for."""
 
     type: ClassVar[str] = "scripted"
-    options_type: ClassVar[type[msgspec.Struct]] = ScriptedOptions
+    options_type: ClassVar[builtins.type[msgspec.Struct]] = ScriptedOptions
 
     @property
     def script(self) -> Script:
         """The test's script."""
         return Script.find(self.options.script)
+
+    @property
+    def chunks(self) -> dict[bytes, tuple[bytes, int]]:
+        """What this tier can see."""
+        if not self.options.namespaced:
+            return self.script.chunks
+        return self.script.by_namespace.setdefault(self.env.namespace_digest, {})
 
     async def _begin(self, operation: str, keys: Sequence[bytes] = ()) -> Outcome | None:
         script = self.script
@@ -128,7 +140,7 @@ class ScriptedTier(Tier):
             raise
         if operation in script.raises:
             script.running[operation] -= 1
-            raise script.raises[operation]
+            raise script.raises[operation].with_traceback(None)
         if operation in script.always:
             return script.always[operation]
         return script.outcomes[operation].pop(0) if script.outcomes[operation] else None
@@ -152,7 +164,7 @@ class ScriptedTier(Tier):
             Presence.PENDING
             if key in script.pending
             else Presence.PRESENT
-            if key in script.chunks
+            if key in self.chunks
             else Presence.ABSENT
             for key in keys
         ]
@@ -167,7 +179,7 @@ class ScriptedTier(Tier):
                 if script.seconds_per_byte:
                     await asyncio.sleep(script.seconds_per_byte * item.length)
                 assert item.crc is not None
-                script.chunks[item.key] = (bytes(item.view), item.crc)
+                self.chunks[item.key] = (bytes(item.view), item.crc)
             return [Outcome.DONE] * len(items)
         finally:
             self._end("store")
@@ -180,7 +192,7 @@ class ScriptedTier(Tier):
             script = self.script
             outcomes = []
             for item in items:
-                found = script.chunks.get(item.key)
+                found = self.chunks.get(item.key)
                 if found is None:
                     outcomes.append(Outcome.MISSING)
                     continue
@@ -194,7 +206,7 @@ class ScriptedTier(Tier):
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self.script.chunks.pop(key, None)
+            self.chunks.pop(key, None)
 
     async def aclose(self, deadline: float) -> None:
         # The "medium" is the script's and stays.

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from kvtier.errors import ClosedError
-from kvtier.obs.events import Event
+from kvtier.obs.events import Event, Operation
 from kvtier.options import Bytes
 from kvtier.tiers.base import OptionsType, Slot, Tier, TierContext, TierEnv
 from kvtier.types import Outcome, Presence, key_group
@@ -132,10 +132,10 @@ class ExampleTier(Tier):
         self.env.recorder.set("kvtier_tier_chunks", len(self._chunks), labels)
         self.env.recorder.set("kvtier_tier_capacity_bytes", self.options.capacity_bytes, labels)
 
-    def _tell(self, operation: str, key: bytes, length: int) -> None:
+    def _tell(self, operation: Operation, key: bytes, length: int) -> None:
         self.env.emit(
             Event(
-                operation,  # type: ignore[arg-type]  # one of its literals
+                operation,
                 key,
                 key_group(key),
                 source=self.name,

@@ -3,20 +3,24 @@
 
 Runs in the worker, the only place that has the tensors and their mappings. Every page is either
 mapped to a canonical page (all ranks agree on its bytes) or kept as an opaque page for each rank.
+Owns no state but the plans, which hold the tensors.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtier._core.layout import CopyPlan, PagePlan
+from kvtier._core.runs import Run
 from kvtier.errors import ConfigError
+from kvtier.layout.pages import OpaqueShape, PageMapping
+from kvtier.layout.plan import LayerPage, compile_plan
 from kvtier.types import GroupGeometry, PageGeometry
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+    from kvtier._core.layout import CopyPlan
     from kvtier.host.region import Region
 
 
@@ -27,52 +31,60 @@ class WorkerPages:
         self,
         caches: CanonicalKVCaches,
         groups: tuple[GroupGeometry, ...],
-        page_plans: tuple[list[PagePlan], ...],
-        portable: bool,
+        layer_pages: tuple[list[LayerPage], ...],
     ) -> None:
         self.caches = caches
         self.groups = groups
-        self.portable = portable
+        self.layer_pages = layer_pages
+
+    @property
+    def portable(self) -> bool:
         """Whether the bytes of every page are the same under any tensor-parallel size."""
-        self._page_plans = page_plans
+        return all(page.mapping.portable for pages in self.layer_pages for page in pages)
 
     def compile(self, region: Region) -> tuple[CopyPlan, ...]:
         """Copy plans of each group; they refuse addresses outside the slots of `region`."""
         geometry = region.geometry
         slots = (region.base_address, geometry.slot_bytes, geometry.num_slots)
         return tuple(
-            CopyPlan(pages, group.block_bytes, region=slots, owner=region)
-            for pages, group in zip(self._page_plans, self.groups, strict=True)
+            compile_plan(group, pages, region=slots, owner=region)
+            for group, pages in zip(self.groups, self.layer_pages, strict=True)
         )
 
 
-def _runs(
-    ref: CanonicalKVCacheRef, rank: int, world_size: int
-) -> tuple[int, list[tuple[int, int, int, int, int, int]], int, int, bool]:
-    """Canonical size, runs, writers, writer index, portability of one page."""
+def page_mapping(ref: CanonicalKVCacheRef, rank: int, world_size: int) -> PageMapping:
+    """Where a page of `rank` lies in the canonical page; an area of its own if vLLM does not say.
+
+    Raises
+    ------
+    ConfigError
+        If vLLM's mapping does not cover the page, or covers a part of it twice.
+    """
     mapping = ref.mapping
     if mapping is None:
-        size = ref.page_size_bytes
-        whole = (0, rank * size, size, 1, size, size)
-        return world_size * size, [whole], 1, 0, world_size == 1
-    runs = [
-        (
-            run.local_offset,
-            run.canonical_offset,
-            run.fragment_size,
-            run.num_fragments,
-            run.local_stride,
-            run.canonical_stride,
+        shape = OpaqueShape(page_bytes=ref.page_size_bytes, ranks=world_size)
+        return shape.mapping(world_size, rank)
+    try:
+        return PageMapping(
+            local_bytes=mapping.local_page_size_bytes,
+            canonical_bytes=mapping.canonical_page_size_bytes,
+            runs=tuple(
+                Run(
+                    run.local_offset,
+                    run.canonical_offset,
+                    run.fragment_size,
+                    run.num_fragments,
+                    run.local_stride,
+                    run.canonical_stride,
+                )
+                for run in mapping.runs
+            ),
+            num_writers=mapping.num_writers,
+            writer_index=mapping.writer_index,
+            portable=mapping.parallelism_agnostic,
         )
-        for run in mapping.runs
-    ]
-    return (
-        mapping.canonical_page_size_bytes,
-        runs,
-        mapping.num_writers,
-        mapping.writer_index,
-        mapping.parallelism_agnostic,
-    )
+    except ValueError as exc:
+        raise ConfigError(f"vLLM's page mapping is not a tiling: {exc}") from exc
 
 
 def page_names(layer_names: tuple[str, ...], num_refs: int) -> tuple[str, ...]:
@@ -87,7 +99,7 @@ def build_pages(
     caches: CanonicalKVCaches,
     windows: tuple[int | None, ...],
 ) -> WorkerPages:
-    """Lay the pages of each group one after the other and compile this worker's copies.
+    """Lay the pages of each group one after the other.
 
     Parameters
     ----------
@@ -101,7 +113,7 @@ def build_pages(
     ------
     ConfigError
         If the groups that vLLM offloads are not numbered from 0 on, if a group has no page, or if
-        a page leaves its tensor.
+        a tensor is not flat bytes in host memory.
     """
     if [group.group_id for group in config.groups] != list(range(len(config.groups))):
         raise ConfigError(
@@ -110,36 +122,32 @@ def build_pages(
         )
     parallel = config.parallel
     groups = []
-    plans = []
-    portable = True
+    layer_pages = []
     for group, refs, window in zip(config.groups, caches.group_data_refs, windows, strict=True):
         if not refs:
             raise ConfigError(f"KV cache group {group.group_id} has no page to offload")
         offset = 0
         pages = []
-        page_plans = []
+        placed = []
         for name, ref in zip(page_names(group.layer_names, len(refs)), refs, strict=True):
             tensor = caches.tensors[ref.tensor_idx].tensor
             if tensor.element_size() != 1 or tensor.dim() != 2 or tensor.stride(1) != 1:
                 raise ConfigError(f"layer {name}: vLLM's tensor is not flat bytes by block")
-            size, runs, writers, index, agnostic = _runs(ref, parallel.rank, parallel.world_size)
-            portable = portable and agnostic
-            page_plans.append(
-                PagePlan(
+            if tensor.device.type != "cpu":
+                raise ConfigError(f"layer {name} lies on {tensor.device}, only CPU memory works")
+            mapping = page_mapping(ref, parallel.rank, parallel.world_size)
+            pages.append(PageGeometry(name, offset, mapping.canonical_bytes))
+            placed.append(
+                LayerPage(
+                    layer=name,
                     base=tensor.data_ptr(),
                     block_stride=tensor.stride(0),
                     num_blocks=tensor.shape[0],
-                    local_bytes=ref.page_size_bytes,
-                    block_offset=offset,
-                    canonical_bytes=size,
-                    runs=runs,
-                    num_writers=writers,
-                    writer_index=index,
+                    mapping=mapping,
                     owner=tensor,
                 )
             )
-            pages.append(PageGeometry(layer=name, offset_bytes=offset, size_bytes=size))
-            offset += size
+            offset += mapping.canonical_bytes
         groups.append(
             GroupGeometry(
                 block_tokens=group.tokens_per_block,
@@ -149,5 +157,5 @@ def build_pages(
                 window_chunks=window,
             )
         )
-        plans.append(page_plans)
-    return WorkerPages(caches, tuple(groups), tuple(plans), portable)
+        layer_pages.append(placed)
+    return WorkerPages(caches, tuple(groups), tuple(layer_pages))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that vLLM loads: ``spec_name: KVTierOffloadingSpec``, ``spec_module_path: kvtier.vllm.spec``.
+"""The class that vLLM loads (``spec_name: KVTierOffloadingSpec``, module ``kvtier.vllm.spec``).
 
 vLLM makes one object in every worker and one more for the scheduler, the workers' first. Only a
 worker sees tensors, mappings and vLLM's configuration, so it creates the region and computes its

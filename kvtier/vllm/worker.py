@@ -16,22 +16,22 @@ Invariants
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvtier.errors import ConfigError, InternalError
+from kvtier.errors import InternalError
+from kvtier.layout.plan import CopyPool, expand_slots
 from kvtier.vllm.transfers import Chunk, SlotTransfer, split_load, split_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
     from vllm.v1.kv_offload.base import LoadStoreSpec
 
@@ -40,36 +40,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvtier.worker")
 
-PART_BYTES = 4 << 20
-"""A copy is cut for the pool's threads into parts of at least this size."""
-
-
-def cpu_set() -> set[int]:
-    """The CPUs this container may use, whatever the calling thread is bound to."""
-    try:
-        with open("/sys/fs/cgroup/cpuset.cpus.effective", encoding="ascii") as file:
-            text = file.read().strip()
-    except FileNotFoundError:
-        text = ""
-    if not text:
-        # No cgroup v2 cpuset here. The kernel cuts the set down to what is allowed.
-        return set(range(os.cpu_count() or 1))
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def _unbind() -> None:
-    # A new thread inherits the affinity of vLLM's main thread: one core, the busiest of all.
-    os.sched_setaffinity(0, cpu_set())
-
 
 class _Job:
     """One vLLM job while its copies run."""
 
-    __slots__ = ("bytes", "error", "failed", "is_load", "job_id", "parts", "spec", "started")
+    __slots__ = (
+        "broken",
+        "bytes",
+        "error",
+        "failed",
+        "is_load",
+        "job_id",
+        "parts",
+        "spec",
+        "started",
+    )
 
     def __init__(self, job_id: int, is_load: bool, spec: SlotTransfer) -> None:
         self.job_id = job_id
@@ -80,6 +65,8 @@ class _Job:
         # Numbers of chunks that the job has not all blocks for.
         self.failed: set[int] = set()
         self.error: BaseException | None = None
+        # What kept the end of the job from being published: always a bug.
+        self.broken: BaseException | None = None
         self.started = time.monotonic()
 
 
@@ -98,11 +85,6 @@ class TransferWorker(OffloadingWorker):
     """
 
     def __init__(self, region: Region, pages: WorkerPages, rank: int, num_threads: int = 2) -> None:
-        for tensor in pages.caches.tensors:
-            if tensor.tensor.device.type != "cpu":
-                raise ConfigError(
-                    f"the KV cache lies on {tensor.tensor.device}; only CPU memory is supported"
-                )
         self.region = region
         self.pages = pages
         self.plans = pages.compile(region)
@@ -112,10 +94,8 @@ class TransferWorker(OffloadingWorker):
         self.failed_chunks = 0
         self.stored_bytes = 0
         self.loaded_bytes = 0
-        self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="kvtier-copy", initializer=_unbind
-        )
+        self._pool = CopyPool(num_threads)
+        self._pool.open()
         # Guards everything below; waited on by `wait`.
         self._changed = threading.Condition()
         self._running: dict[int, _Job] = {}
@@ -167,6 +147,8 @@ class TransferWorker(OffloadingWorker):
             jobs = list(self._finished)
             self._finished.clear()
         for job in jobs:
+            if job.broken is not None:
+                raise InternalError(f"job {job.job_id} cannot be published") from job.broken
             if job.error is not None and job.is_load:
                 raise InternalError(f"load {job.job_id} failed: {job.error!r}") from job.error
             if job.is_load:
@@ -191,7 +173,7 @@ class TransferWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """End the copies that run, then let go of the region. Idempotent."""
-        self._pool.shutdown(wait=True)
+        self._pool.close()
         self.region.close()
 
     # --- main thread ---
@@ -215,86 +197,65 @@ class TransferWorker(OffloadingWorker):
 
     def _zero(self, group: int, chunk: Chunk) -> None:
         """Leave no old bytes in a slot that this job cannot fill; each rank does its own part."""
-        geometry = self.pages.groups[group]
-        blocks = np.arange(geometry.blocks_per_chunk, dtype=np.int64)
-        start = self.region.slot_address(chunk.slot)
-        addresses = np.uint64(start) + blocks.astype(np.uint64) * np.uint64(geometry.block_bytes)
-        self.plans[group].zero(addresses, chunk.slot * geometry.blocks_per_chunk + blocks)
+        self.plans[group].zero(*self._places(group, [chunk]))
+
+    def _places(
+        self, group: int, chunks: Sequence[Chunk]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Addresses and page numbers of all canonical blocks of `chunks`."""
+        return expand_slots(
+            np.array([chunk.slot for chunk in chunks], dtype=np.int64),
+            self.pages.groups[group],
+            self.region.base_address,
+            self.region.geometry.slot_bytes,
+        )
 
     def _start(self, job: _Job, work: Sequence[tuple[int, list[Chunk]]]) -> None:
-        parts = []
-        for group, chunks in work:
-            parts += self._parts(group, chunks, job.is_load)
         with self._changed:
             self._running[job.job_id] = job
-            job.parts = len(parts)
-            if not parts:
-                self._end(job)
-        for part in parts:
-            self._pool.submit(self._copy, job, *part)
+        futures = []
+        for group, chunks in work:
+            if not chunks:
+                continue
+            try:
+                futures.append(self._copy(group, chunks, job.is_load))
+            except (IndexError, ValueError) as exc:  # refused before a byte has moved
+                # Without its frames, which hold the region through this job.
+                job.error = exc.with_traceback(None)
+        job.parts = len(futures)
+        if not futures:
+            self._part_ended(job, None)
+        for future in futures:
+            # Runs here if the copy has ended already, else on the pool's thread.
+            future.add_done_callback(lambda ended: self._part_ended(job, ended))
 
-    def _parts(
-        self, group: int, chunks: list[Chunk], is_load: bool
-    ) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]]:
-        """Copies of one group, cut for the pool: group, blocks, addresses, page numbers."""
-        if not chunks:
-            return []
-        geometry = self.pages.groups[group]
+    def _copy(self, group: int, chunks: list[Chunk], is_load: bool) -> Future[int]:
+        """Start the copies of one group."""
+        per_chunk = self._blocks_per_chunk(group)
+        addresses, page_ids = self._places(group, chunks)
+        given = np.zeros(len(page_ids), dtype=bool)
+        for position, chunk in enumerate(chunks):
+            first = position * per_chunk + chunk.first_block
+            given[first : first + len(chunk.block_ids)] = True
         block_ids = np.concatenate([chunk.block_ids for chunk in chunks])
-        sub_blocks = np.concatenate(
-            [
-                np.arange(chunk.first_block, chunk.first_block + len(chunk.block_ids))
-                for chunk in chunks
-            ]
-        )
-        slots = np.repeat([chunk.slot for chunk in chunks], [len(c.block_ids) for c in chunks])
-        canonical = (
-            np.uint64(self.region.slot_address(0))
-            + slots.astype(np.uint64) * np.uint64(self.region.geometry.slot_bytes)
-            + sub_blocks.astype(np.uint64) * np.uint64(geometry.block_bytes)
-        )
-        page_ids = slots * geometry.blocks_per_chunk + sub_blocks
-        if is_load:
-            # Block 0 is vLLM's null block: it stands for a place that nothing reads.
-            real = block_ids != 0
-            block_ids, canonical, page_ids = block_ids[real], canonical[real], page_ids[real]
-        per_part = max(1, PART_BYTES // self.plans[group].local_bytes)
-        per_part = max(per_part, -(-len(block_ids) // self._num_threads))
-        return [
-            (
-                group,
-                block_ids[start : start + per_part],
-                canonical[start : start + per_part],
-                page_ids[start : start + per_part],
-            )
-            for start in range(0, len(block_ids), per_part)
-        ]
-
-    # --- copy threads ---
-
-    def _copy(
-        self,
-        job: _Job,
-        group: int,
-        block_ids: npt.NDArray[np.int64],
-        canonical: npt.NDArray[np.uint64],
-        page_ids: npt.NDArray[np.int64],
-    ) -> None:
-        moved = 0
-        error: BaseException | None = None
+        addresses, page_ids = addresses[given], page_ids[given]
         plan = self.plans[group]
-        try:
-            if job.is_load:
-                moved = plan.load(block_ids, canonical)
-            else:
-                moved = plan.store(block_ids, canonical, page_ids)
-        except Exception as exc:  # noqa: BLE001 - reported to the thread that asks for results
-            error = exc
+        if not is_load:
+            return self._pool.store(plan, block_ids, addresses, page_ids)
+        # Block 0 is vLLM's null block: it stands for a place that nothing reads.
+        real = block_ids != 0
+        return self._pool.load(plan, block_ids[real], addresses[real])
+
+    # --- any thread ---
+
+    def _part_ended(self, job: _Job, future: Future[int] | None) -> None:
         with self._changed:
-            job.bytes += moved
-            job.error = job.error or error
-            job.parts -= 1
-            if not job.parts:
+            if future is not None:
+                job.error = job.error or future.exception()
+                if future.exception() is None:
+                    job.bytes += future.result()
+                job.parts -= 1
+            if job.parts == 0:
                 self._end(job)
 
     def _end(self, job: _Job) -> None:
@@ -302,11 +263,16 @@ class TransferWorker(OffloadingWorker):
         spec = job.spec
         if job.error is not None:
             logger.error("kvtier: job %d failed: %r", job.job_id, job.error)
-        for number in range(spec.first_transfer, spec.first_transfer + spec.num_transfers):
-            if job.error is not None or number in job.failed:
-                self.region.fail(self.rank, number)
-            else:
-                self.region.publish(self.rank, number)
-        del self._running[job.job_id]
-        self._finished.append(job)
-        self._changed.notify_all()
+        try:
+            for number in range(spec.first_transfer, spec.first_transfer + spec.num_transfers):
+                if job.error is not None or number in job.failed:
+                    self.region.fail(self.rank, number)
+                else:
+                    self.region.publish(self.rank, number)
+        except Exception as exc:  # noqa: BLE001 - raised where vLLM asks for results
+            job.broken = exc
+        finally:
+            # Whatever happened, nobody may wait for this job for ever.
+            del self._running[job.job_id]
+            self._finished.append(job)
+            self._changed.notify_all()

@@ -65,7 +65,7 @@ def test_any_length_alignment_and_start(crc32c, start, length, value):
 
 
 @VERSIONS
-@pytest.mark.parametrize("length", [767, 768, 769, 12_287, 12_288, 12_289, 25_345, 39_000])
+@pytest.mark.parametrize("length", [767, 768, 769, 12_288, 24_575, 24_576, 24_577, 25_345, 39_000])
 def test_around_the_joins(crc32c, length):
     """The lengths where the interleaved streams begin and end."""
     for start in (0, 1, 7):

@@ -86,9 +86,22 @@ class Rig:
 
     def sync(self) -> None:
         """Have the service's metrics up to now."""
-        if self.engine.config.tiers and self.engine._service_up:
-            self.engine.audit()
-            self.until(lambda: self.engine.resources is not None)
+        if not self.engine.config.tiers:
+            return
+        asked_at = 0.0
+
+        def answered() -> bool:
+            nonlocal asked_at
+            if self.engine.resources is not None or not self.engine._service_up:
+                return asked_at > 0.0 or not self.engine._service_up
+            if time.monotonic() > asked_at + 1.0:
+                # Again: a service that has just died took the question with it.
+                asked_at = time.monotonic()
+                self.engine.audit()
+            return False
+
+        self.engine.resources = None
+        self.until(answered)
 
     def ask(
         self, names: Sequence[bytes], context: RequestContext, seconds: float = 10.0

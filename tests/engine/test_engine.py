@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine over real carriers: what is stored is found again, exact, from where it should come."""
+"""The engine over real carriers: what is stored is found again, exact, from the right place."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +195,7 @@ def test_damaged_bytes_are_never_ready() -> None:
 
 
 @pytest.mark.fault("H13")
+@pytest.mark.fault("V05")
 def test_load_with_the_host_full_of_pinned_chunks() -> None:
     tier = Script("tier")
     with rig(slots=8, tiers=[scripted(tier)], lookup_timeout_seconds=0.2, promotion_slots=0) as one:
@@ -559,3 +562,96 @@ def test_rig_sees_wrong_bytes() -> None:
             one.load(keys(1))
         assert payload(key(1)) != payload(key(2))
         assert isinstance(one, Rig)
+
+
+@pytest.mark.fault("C26")
+@pytest.mark.parametrize("tiers", [[], [EXAMPLE]])
+def test_damaged_host_memory_is_not_loaded(tiers: list[dict[str, str]]) -> None:
+    with rig(slots=8, tiers=tiers, verify_host="always") as one:
+        one.store(keys(1, 2, 3))
+        one.settle()
+        assert one.load(keys(1, 2, 3)) == 3
+        slot, _ = one.engine._index.locate(key(2))
+        one.region.slot_view(slot, CHUNK)[77] ^= 4
+        # From the tier, where there is one; recomputed otherwise. Never the damaged bytes.
+        assert one.load(keys(1, 2, 3)) == (3 if tiers else 1)
+        assert one.value("kvtier_verified_chunks_total", "corrupt") == 1
+        assert one.value("kvtier_corrupt_chunks_total", "host") == 1
+        assert one.value("kvtier_verified_chunks_total", "ok") >= 3
+        one.settle()
+
+
+def test_sampled_check_looks_at_some() -> None:
+    with rig(slots=8, verify_host="sampled") as one:
+        names = [bytes([first]) + key(first)[1:] for first in (0, 1, 16, 17)]
+        one.store(names)
+        one.settle()
+        assert one.load(names) == 4
+        assert one.value("kvtier_verified_chunks_total", "ok") == 2
+
+
+@pytest.mark.fault("H05")
+def test_requests_in_the_line_do_not_hold_what_its_first_one_needs() -> None:
+    """Many waiting prompts, each partly in host memory: none may sit on slots while it waits."""
+    tier = Script("tier")
+    with rig(slots=24, tiers=[scripted(tier)], promotion_slots=4) as one:
+        prefixes = [keys(*range(100 * i, 100 * i + 12)) for i in range(12)]
+        for prefix in prefixes:
+            one.store(prefix)
+            one.settle()
+        # The beginning of each comes back, so that all have something to hold.
+        for prefix in prefixes:
+            one.load(prefix[:2])
+        one.settle()
+        waiting = [(prefix, one.context()) for prefix in prefixes]
+        started = time.monotonic()
+        while waiting:
+            left = []
+            for prefix, context in waiting:
+                ready, answer = one.engine.lookup_batch(prefix, context)
+                if answer is not Lookup.MISS:
+                    left.append((prefix, context))
+                    continue
+                one.check(prefix[:ready], context)
+                one.engine.finish_request(context)
+            one.engine.end_step()
+            waiting = left
+            time.sleep(0.001)
+        # A third of the load timeout is how long the first in the line would be patient.
+        assert time.monotonic() - started < 5
+        one.settle()
+
+
+@pytest.mark.fault("C13")
+@pytest.mark.fault("C20")
+def test_keys_are_compared_whole() -> None:
+    """Adapters, salts and partial blocks are in the content hash; no part of one stands for it."""
+    tier = Script("tier")
+    with rig(slots=8, tiers=[scripted(tier)]) as one:
+        name = key(0x0102030405060708)
+        one.store([name])
+        one.settle()
+        others = [bytes([*name[:i], name[i] ^ 1, *name[i + 1 :]]) for i in range(len(name) - 4)]
+        others += [name[:cut] + name[-4:] for cut in (4, 8, 16, 24, 31)]
+        others += [name[:-4] + b"\0" + name[-4:]]
+        for other in others:
+            assert one.load([other]) == 0
+        assert one.load([name]) == 1
+        one.settle()
+
+
+@pytest.mark.fault("V02")
+def test_tiers_in_a_child_leave_no_thread_beside_the_scheduler(tmp_path: Path) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    fs = {"type": "fs", "root_dir": str(tmp_path)}
+    with rig(slots=8, tiers=[fs], isolation="process") as one:
+        one.store(keys(1, 2, 3))
+        one.settle()
+        assert {thread.name for thread in threading.enumerate()} == before
+        one.engine.audit()
+        one.until(lambda: one.engine.resources is not None)
+        assert one.engine.resources.threads > 1
+    with rig(slots=8, tiers=[fs], isolation="thread") as one:
+        # The comparison can fail: here they are.
+        assert {thread.name for thread in threading.enumerate()} != before
+        one.settle()

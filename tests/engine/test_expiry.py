@@ -217,7 +217,7 @@ def test_a_find_without_an_end_is_given_up_at_its_deadline() -> None:
         # News that come too late must not have others wait for its slots.
         one.notes.answers.append(found(find.job, present=[0]))
         one.after(0.1)
-        assert not one.engine._planner._waiting
+        assert not one.engine._planner._line
         one.notes.answers.append(found(find.job, failed=[0], unused=find.slots, final=True))
         one.after(0.1)
         assert not one.engine._planner.finds

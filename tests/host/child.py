@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tests.host.fallback  # noqa: F401 (before the region: sizes of the key table)
 from kvtier.errors import KVTierError
 from kvtier.host import files, header, space
 from kvtier.host.mapping import MappedFile

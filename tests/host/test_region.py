@@ -176,7 +176,6 @@ def test_forgotten_handle_gives_all_back(region_dir: str) -> None:
 @pytest.mark.fault("L03")
 def test_end_of_interpreter_removes_the_file(region_dir: str) -> None:
     text = (
-        "import tests.host.fallback\n"
         "from tests.host.test_region import create\n"
         f"region = create({region_dir!r})\n"
         "print(region.path)\n"
@@ -269,7 +268,7 @@ def test_another_version_is_refused(region_dir: str) -> None:
         os.pwrite(fd, b"9.9.9".ljust(32, b"\0"), 64)
         # Without this process's own mapping the header is read anew.
         text = (
-            "import sys, tests.host.fallback\n"
+            "import sys\n"
             "from kvtier.host.region import Region\n"
             f"Region.attach('r', directory={region_dir!r}, timeout_seconds=0, signed=False)\n"
         )
@@ -333,7 +332,7 @@ def test_file_of_another_user_is_left_alone(region_dir: str) -> None:
     os.chmod(region_dir, 0o1777)
     with create(region_dir, "s") as mine:
         text = (
-            "import os, tests.host.fallback\n"
+            "import os\n"
             "from tests.host.test_region import create, sweep\n"
             "os.setuid(12345)\n"
             f"with create({region_dir!r}, 's') as region:\n"
@@ -414,6 +413,7 @@ def test_threads_create_at_once(region_dir: str) -> None:
         region.close()
 
 
+@pytest.mark.fault("H24")
 def test_attach_says_what_is_missing(region_dir: str) -> None:
     with pytest.raises(ConfigError, match="no rank has made it"):
         Region.attach("r", directory=region_dir, timeout_seconds=0.05)

@@ -96,6 +96,17 @@ def test_a_rank_signs_once(region_dir: str, spawn: Spawn) -> None:
     assert "rank 2 of a region for 2 ranks" in other.ask("sign", rank=2)["message"]
 
 
+def test_signature_of_a_dead_rank_is_not_renewed(region_dir: str, spawn: Spawn) -> None:
+    # Its transfers are numbered on from where it died; nobody can know which of them ended.
+    one, other = spawn(2)
+    for child in (one, other):
+        child.ask("create", directory=region_dir, ranks=2)
+    one.ask("sign", rank=0)
+    pid = one.process.pid
+    one.kill()
+    assert f"signed for by process {pid}" in other.ask("sign", rank=0)["message"]
+
+
 @pytest.mark.fault("L01")
 @pytest.mark.fault("H23")
 @pytest.mark.parametrize("point", POINTS)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier._core.words import Words
@@ -70,6 +71,23 @@ def test_only_a_signer_publishes(region_dir: str) -> None:
         assert region.unsigned() == [0, 1]
 
 
+def test_threads_of_a_copy_pool_publish_at_once(region: Region) -> None:
+    barrier, count = threading.Barrier(4), 500
+
+    def run(part: int) -> None:
+        barrier.wait(10)
+        for transfer in range(part, 4 * count, 4):
+            (region.fail if transfer % 100 == 7 else region.publish)(0, transfer)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert region.finished(0) == 4 * count - 1
+    assert region.failures(0) == list(range(7, 4 * count, 100))
+
+
 def test_each_reader_is_told_once(region: Region) -> None:
     other = Region.from_fd(region.fileno())
     region.fail(0, 0)
@@ -112,9 +130,7 @@ def test_sleeping_reader_loses_no_failure(region: Region, count: int) -> None:
     assert region.failures(0) == [2 * count + 1]
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(1, 600),

@@ -259,12 +259,19 @@ def test_any_failed_step_is_one_warning(
 
 
 def test_close_in_the_middle_of_population(region_dir: str) -> None:
-    entered = threading.Event()
+    entered, seen = threading.Event(), []
     with create(region_dir, 64 * MIB // 4096) as region:
-        region.populate(lambda total: entered.set())
+        mapped = region._mapped
+
+        def on_available(total: int) -> None:
+            entered.set()
+            seen.append((total, mapped.populator._cancelled.wait(20)))
+
+        region.populate(on_available)
         assert entered.wait(20)
         region.close()
         assert not [t for t in threading.enumerate() if t.name == "kvtier-populate"]
+    assert seen == [(512, True)]
 
 
 def test_close_from_the_callback(region_dir: str) -> None:

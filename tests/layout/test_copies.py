@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier._core.layout import CopyPlan
 from kvtier.layout.pages import KVShape, LatentShape, group_geometry
 from kvtier.layout.plan import compile_plan, expand_slots, verify_tiling
 from tests.layout.oracle import Memory, Rank, canonical_page, truth
@@ -151,9 +152,11 @@ def test_plain_layouts_share_one_tile(order_a, kv_a, order_b, kv_b):
 
 
 @pytest.mark.parametrize("fragment", [64, 128, 192, 256, 512, 1024, 2048, 4096, 8192, 100])
-@pytest.mark.parametrize("blocks", [4, 160])
-def test_every_fragment_size_small_and_streamed(fragment, blocks):
-    """The fixed-size kernels, the general one, and stores past the caches (large batches)."""
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize("stream_bytes", [0, 1 << 40])
+def test_every_fragment_size_cached_and_streamed(fragment, stream_bytes, vectors):
+    """The fixed-size kernels, the general and the portable one, and stores past the caches."""
+    blocks = 4
     rng = np.random.default_rng(fragment)
     shape = KVShape(
         block_tokens=max(1, 32768 // fragment // 4),
@@ -171,12 +174,24 @@ def test_every_fragment_size_small_and_streamed(fragment, blocks):
         rank = Rank(layers, blocks, 1, 0, shift=shift)
         ids = blocks_of(rng, blocks, blocks)
         rank.fill(values, ids)
-        assert world.plan(rank).store(ids, addresses, page_ids) == blocks * shape.canonical_bytes
+        plan = CopyPlan(
+            world.plan(rank).plans,
+            world.geometry.block_bytes,
+            stream_bytes=stream_bytes,
+            vectors=vectors,
+        )
+        assert plan.store(ids, addresses, page_ids) == blocks * shape.canonical_bytes
         expected = canonical_page(shape, values["layer"])
         for i, address in enumerate(addresses):
             np.testing.assert_array_equal(world.block(address), expected[i])
         back = Rank(layers, blocks, 1, 0, shift=shift)
-        world.plan(back).load(ids, addresses)
+        plan = CopyPlan(
+            world.plan(back).plans,
+            world.geometry.block_bytes,
+            stream_bytes=stream_bytes,
+            vectors=vectors,
+        )
+        plan.load(ids, addresses)
         back.expect(values, ids)
         assert world.region.guards_intact()
 

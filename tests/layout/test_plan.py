@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtier._core.layout import CopyPlan, PagePlan
-from kvtier._core.runs import MAX_FRAGMENTS, Run, compile_runs
+from kvtier._core.runs import MAX_FRAGMENTS, Loops, Run, compile_runs, prove_loops
 from kvtier.errors import ConfigError
 from kvtier.layout.pages import KVShape, LatentShape, OpaqueShape, PageMapping, group_geometry
 from kvtier.layout.plan import LayerPage, compile_plan, expand_slots, verify_tiling
@@ -118,6 +118,24 @@ def test_loops_are_few():
     tiles = [Run(i * 64, i * 64, 4, 16, 4, 4) for i in range(8)]
     (whole,) = compile_runs(tiles)
     assert (whole.fragment_bytes, whole.inner, whole.outer) == (512, 1, 1)
+
+
+@pytest.mark.parametrize("field", range(9))
+def test_the_compilation_is_proven(field):
+    """Any number of the compiled loops changed: the proof trips."""
+    shape = KVShape(
+        block_tokens=3, num_kv_heads=2, head_size=4, dtype_bytes=2, order="NHD", kv="split"
+    )
+    runs = shape.mapping().runs
+    loops = compile_runs(runs)
+    prove_loops(runs, loops)
+    for i, loop in enumerate(loops):
+        broken = list(loops)
+        broken[i] = Loops(*(n + (j == field) for j, n in enumerate(loop)))
+        with pytest.raises(ValueError, match="move other bytes"):
+            prove_loops(runs, broken)
+    with pytest.raises(ValueError, match="move other bytes"):
+        prove_loops(runs, loops[:-1])
 
 
 class Setup:

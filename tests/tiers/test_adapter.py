@@ -137,7 +137,7 @@ async def test_the_class_sees_other_keys_in_another_namespace(arena: Arena) -> N
         Cued.persistent.update(manager.chunks)
     async with cued(arena) as (tier, _):
         assert await tier.exists([key], context()) == [Presence.PRESENT]
-    async with cued(arena, digest=b"\x22" * 32) as (tier, _):
+    async with cued(arena, fields={"model": "another"}) as (tier, _):
         assert await tier.exists([key], context()) == [Presence.ABSENT]
         assert (await load(tier, arena, key))[0] is Outcome.MISSING
 
@@ -367,7 +367,7 @@ def test_a_job_without_an_end_costs_its_slots_alone() -> None:
         one.until(lambda: one.value("kvtier_chunks_total", "cued", "store", "timeout") >= 1)
         assert one.load(keys(3, 4)) == 2  # from host memory, meanwhile
         manager.held = False
-        one.until(lambda: one.engine._slots.totals()["service_pins"] == 0)
+        one.until(lambda: one.engine.cache.slots.totals()["service_pins"] == 0)
         one.settle()
 
 

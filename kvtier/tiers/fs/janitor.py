@@ -69,6 +69,8 @@ class Janitor:
     usage : Usage
     report : callable
         Called in the janitor's thread; must hand over to the loop.
+    ended : callable
+        The same, once, as the last thing.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Janitor:
         owner: naming.Owner,
         usage: Usage,
         report: Callable[[Report], None],
+        ended: Callable[[], None],
         faults: fileio.Faults | None = None,
     ) -> None:
         self.name = name
@@ -92,11 +95,13 @@ class Janitor:
         self._owner = owner
         self._usage = usage
         self._report = report
+        self._ended = ended
         self._faults = faults
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._wanted_bytes = 0
+        self._crowded = False
         self._walk_wanted = False
         self._again = False
         self._thread: threading.Thread | None = None
@@ -126,6 +131,12 @@ class Janitor:
             self._wanted_bytes = max(self._wanted_bytes, bytes_)
         self._wake.set()
 
+    def crowd(self) -> None:
+        """A chunk did not fit under the limit: evict down to the low watermark now, also when the
+        high one is not reached (chunks may be larger than the rest above it)."""
+        self._crowded = True
+        self._wake.set()
+
     def walk(self) -> None:
         """Walk over the directory now."""
         self._walk_wanted = True
@@ -136,12 +147,10 @@ class Janitor:
         self._stop.set()
         self._wake.set()
 
-    def join(self, seconds: float) -> bool:
-        """Wait for the end of the thread; whether it has ended. Not on the loop."""
+    def join(self) -> None:
+        """Wait for the thread, after it has said that it ended: a moment."""
         if self._thread is not None:
-            self._thread.join(seconds)
-            return not self._thread.is_alive()
-        return True
+            self._thread.join()
 
     def adopt(self, identity: tuple[int, int]) -> None:
         """The tier uses another directory now (the root came back)."""
@@ -158,7 +167,9 @@ class Janitor:
             try:
                 self._look_at_root(report)
                 if self._root is None:
-                    fd = os.open(self._options.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    fd = os.open(
+                        self._options.root_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                    )
                     self._root = fileio.Directory(
                         fd, self._digest, str(self._owner), faults=self._faults
                     )
@@ -186,6 +197,7 @@ class Janitor:
         with contextlib.suppress(OSError):
             self._exchange()
         self._forget_root()
+        self._ended()
 
     def _forget_root(self) -> None:
         if self._root is not None:
@@ -194,7 +206,7 @@ class Janitor:
 
     def _look_at_root(self, report: Report) -> None:
         """Whether the path still leads to the directory that the tier has open."""
-        path = os.path.join(self._options.root, self._directory)
+        path = os.path.join(self._options.root_dir, self._directory)
         try:
             stat = os.stat(path)
             there: tuple[int, int] | None = (stat.st_dev, stat.st_ino)
@@ -212,7 +224,7 @@ class Janitor:
         Behind an unmounted filesystem there is the mount point, on another device, and writing
         there would fill the wrong disk.
         """
-        path = self._options.root
+        path = self._options.root_dir
         try:
             if os.path.isdir(os.path.join(path, self._directory)):
                 return True
@@ -294,7 +306,7 @@ class Janitor:
         return time.time() - mtime > self._options.stale_seconds
 
     def _look_at_space(self) -> None:
-        space = os.statvfs(self._options.root)
+        space = os.statvfs(self._options.root_dir)
         free = space.f_bavail * space.f_frsize
         guard = max(
             self._options.min_free_bytes or 0,
@@ -308,7 +320,8 @@ class Janitor:
             excess = self._wanted_bytes
         capacity = self._options.capacity_bytes or 0
         used = self._usage.bytes
-        if capacity and self._usage.complete and used > self._options.high_watermark * capacity:
+        limit = 0 if self._crowded else int(self._options.high_watermark * capacity)
+        if capacity and self._usage.complete and used > limit:
             excess = max(excess, used - int(self._options.low_watermark * capacity))
         if self.budget_bytes is not None and self.budget_bytes < 0:
             excess = max(excess, -self.budget_bytes)
@@ -352,10 +365,15 @@ class Janitor:
                         # Another user's file, or a medium in trouble: others first.
                         failures += 1
                         self._usage.renew(file)
+                # Empty directories take space too; one that is in use again refuses.
+                for leaf in {os.path.dirname(path) for path in paths}:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(leaf, dir_fd=self._root.fileno())
             if failures:
                 logger.warning("%s: %d files could not be removed", self.name, failures)
             with self._lock:
                 self._wanted_bytes = 0
+                self._crowded = False
             report.made_room = left < wanted
             self._look_at_space()
             self._exchange()
@@ -383,7 +401,7 @@ class Janitor:
             os.close(fd)
 
     def _control(self) -> str:
-        path = os.path.join(self._options.root, naming.CONTROL_DIRECTORY)
+        path = os.path.join(self._options.root_dir, naming.CONTROL_DIRECTORY)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, self._options.directory_mode)
         return path

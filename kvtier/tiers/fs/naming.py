@@ -3,7 +3,7 @@
 
 Owns no state. Layout below the root::
 
-    <model>-<first 12 hex digits of the namespace digest>/
+    <model>-<first 12 hex digits of the namespace digest>/   kvtier.namespace.directory_name
         namespace.json
         ab/cd/<hash>_<group>.kv                          a whole chunk
         ab/cd/<hash>_<group>.kv.<owner>.<counter>.tmp    one being written
@@ -20,7 +20,6 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,7 +34,6 @@ _NAMESPACE_DIRECTORY = re.compile(r"[A-Za-z0-9._-]+-[0-9a-f]{12}")
 _CHUNK = re.compile(r"((?:[0-9a-f]{2}){1,36})_(0|[1-9][0-9]{0,9})\.kv")
 _OWNER = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]+)-([0-9a-f]+)")
 _TEMPORARY = re.compile(rf".+\.kv\.({_OWNER.pattern})\.[0-9a-f]+\.tmp")
-MODEL_CHARACTERS = 48
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -90,12 +88,6 @@ def parse_owner(text: str) -> Owner | None:
     return Owner(match[1], int(match[2]), int(match[3]), match[4]) if match else None
 
 
-def namespace_directory(namespace: Mapping[str, str], digest: bytes) -> str:
-    """Name of a namespace's directory: readable model name, then 12 digits of the digest."""
-    model = re.sub(r"[^A-Za-z0-9._-]+", "-", namespace.get("model", "")).strip(".-")
-    return f"{model[-MODEL_CHARACTERS:].strip('.-') or 'model'}-{digest.hex()[:12]}"
-
-
 def is_namespace_directory(name: str) -> bool:
     """Whether a directory below the root looks like one of ours."""
     return _NAMESPACE_DIRECTORY.fullmatch(name) is not None
@@ -114,21 +106,3 @@ def chunk_key(name: str) -> bytes | None:
     if match is None or int(match[2]) >= 1 << 32:
         return None
     return make_key(bytes.fromhex(match[1]), int(match[2]))
-
-
-def namespace_text(namespace: Mapping[str, str], digest: bytes) -> bytes:
-    """Content of ``namespace.json``: the fields, so that a person sees why two do not share."""
-    body = msgspec.json.encode({"digest": digest.hex(), "fields": dict(sorted(namespace.items()))})
-    return msgspec.json.format(body, indent=2) + b"\n"
-
-
-def namespace_digest(text: bytes) -> str | None:
-    """Digest in a ``namespace.json``; None when the file is not whole."""
-    try:
-        return msgspec.json.decode(text, type=_NamespaceFile).digest
-    except msgspec.DecodeError:
-        return None
-
-
-class _NamespaceFile(msgspec.Struct):
-    digest: str

@@ -23,7 +23,7 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
         If values do not fit together.
     """
 
-    root: str
+    root_dir: str
     """Directory of all namespaces; made when it is not there. May be shared by many instances."""
     read_threads: Threads = 16
     write_threads: Threads = 16
@@ -35,13 +35,13 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
     preallocate: bool = False
     """Reserve the space of a file before writing it, where the filesystem can."""
     private: bool = False
-    """Only this instance uses `root`: absence is then known without asking the filesystem."""
+    """Only this instance uses `root_dir`: absence is then known without asking the filesystem."""
     access: Literal["user", "group", "all"] = "user"
     """Who may read and write files and directories, before the umask: modes 0600, 0660 or 0666
     (directories also x). Instances of several users that share a directory need a common group."""
 
     capacity_bytes: Bytes | None = None
-    """Most that the files below `root` may take, of all instances together; None is no limit.
+    """Most that the files below `root_dir` may take, of all instances together; None is no limit.
     Kept within what other instances write in a second or two."""
     high_watermark: Ratio = 0.95
     """Part of the capacity at which eviction starts."""
@@ -64,8 +64,8 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Corrupt files kept for inspection, as ``*.bad``; the oldest go first."""
 
     def __post_init__(self) -> None:
-        if not self.root:
-            raise ValueError("root is empty, give a directory")
+        if not self.root_dir:
+            raise ValueError("root_dir is empty, give a directory")
         if self.low_watermark > self.high_watermark:
             raise ValueError(
                 f"low_watermark {self.low_watermark} is above high_watermark {self.high_watermark}"

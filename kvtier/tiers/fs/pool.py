@@ -11,6 +11,7 @@ not hold up a small one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import threading
@@ -243,8 +244,7 @@ class Pool:
             return
         job.done = True
         self._jobs.discard(job)
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(_resolve, job.future)
+        self._tell(_resolve, job.future)
 
     def _serve(self, index: int) -> None:
         # New threads inherit the mask of the one that made them, and a model server binds its main
@@ -279,9 +279,14 @@ class Pool:
             self._ended += 1
             last = self._ended == self.size
         if last:
-            assert self._loop is not None
             assert self._all_ended is not None
-            self._loop.call_soon_threadsafe(self._all_ended.set)
+            self._tell(self._all_ended.set)
+
+    def _tell(self, call: Callable[..., object], *what: object) -> None:
+        """Call something on the loop. A thread that was left behind may outlive it."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *what)
 
     async def aclose(self, seconds: float) -> None:
         """Let the jobs finish for `seconds`, then stop them, and end the threads. Idempotent.

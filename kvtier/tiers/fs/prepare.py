@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from kvtier import namespace
 from kvtier._core import fileio
 from kvtier.errors import ConfigError, TierLostError
 from kvtier.tiers.fs import naming
@@ -43,8 +44,7 @@ class Prepared(msgspec.Struct):
 
 def prepare(
     options: FsOptions,
-    namespace: Mapping[str, str],
-    digest: bytes,
+    fields: Mapping[str, str],
     owner: naming.Owner,
     faults: fileio.Faults | None = None,
 ) -> Prepared:
@@ -57,7 +57,7 @@ def prepare(
     TierLostError
         The medium does not work at the moment.
     """
-    path = os.path.join(options.root, naming.namespace_directory(namespace, digest))
+    path = os.path.join(options.root_dir, namespace.directory_name(fields))
     full = read_only = False
     try:
         with _failure(path):
@@ -70,7 +70,7 @@ def prepare(
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with _failure(path):
-            _describe(path, namespace, digest, options.file_mode)
+            _describe(path, fields, options.file_mode)
             direct = _try(path, options, owner)
     except _Full:
         full, direct = True, options.direct != "off"
@@ -82,7 +82,7 @@ def prepare(
     stat = os.fstat(fd)
     directory = fileio.Directory(
         fd,
-        digest,
+        namespace.namespace_digest(fields),
         str(owner),
         direct=direct,
         fsync=options.fsync,
@@ -130,21 +130,22 @@ def _failure(path: str) -> Iterator[None]:
         raise TierLostError(text) from exc
 
 
-def _describe(path: str, namespace: Mapping[str, str], digest: bytes, mode: int) -> None:
+def _describe(path: str, fields: Mapping[str, str], mode: int) -> None:
     """Write ``namespace.json``, or see that the one that is there is ours."""
     file_path = os.path.join(path, naming.NAMESPACE_FILE)
     try:
         with open(file_path, "rb") as file:
-            found = naming.namespace_digest(file.read())
+            found = namespace.decode_json(file.read())
     except FileNotFoundError:
-        found = None
-    if found is None:
-        write_whole(file_path, naming.namespace_text(namespace, digest), mode)
-    elif found != digest.hex():
-        raise ConfigError(
-            f"fs: {file_path} says namespace {found[:16]}..., this instance is "
-            f"{digest.hex()[:16]}...; give another root"
-        )
+        pass
+    except ConfigError as exc:
+        # Torn by a crash: the name of the directory says as much, and each file has its trailer.
+        logger.warning("fs: %s is written anew: %s", file_path, exc)
+    else:
+        if reason := namespace.explain(fields, found):
+            raise ConfigError(f"fs: {file_path} is of another namespace ({reason}); move it away")
+        return
+    write_whole(file_path, namespace.encode_json(fields), mode)
 
 
 def _try(path: str, options: FsOptions, owner: naming.Owner) -> bool:

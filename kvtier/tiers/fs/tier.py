@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from kvtier import namespace
 from kvtier._core import fileio
 from kvtier.errors import ClosedError, ConfigError, TierLostError
 from kvtier.obs.events import Event
@@ -28,7 +30,7 @@ from kvtier.tiers.fs.health import Gate, outcome
 from kvtier.tiers.fs.janitor import Janitor, Report
 from kvtier.tiers.fs.metrics import METRICS
 from kvtier.tiers.fs.options import FsOptions
-from kvtier.tiers.fs.pool import End, Pool
+from kvtier.tiers.fs.pool import STUCK_SECONDS, End, Pool
 from kvtier.tiers.fs.prepare import Prepared, prepare
 from kvtier.types import Outcome, Presence, key_group
 
@@ -43,12 +45,17 @@ FIRST_WALK_SECONDS = 2.0
 """How long `FsTier.open` waits for the space in use, when there is a limit to keep."""
 STEP_BYTES = 8 << 20
 """A thread moves about this much of a batch before another batch has its turn."""
+THREAD_BYTES = 128 << 10
+"""A thread is woken for each this much of a batch."""
 STEP_LOOKUPS = 512
 LOOKUP_THREADS = 4
 HANDLES_SECONDS = 0.25
 """Pause after the process ran out of descriptors."""
-EVICT_FOR_ERROR_BYTES = 64 << 20
-"""Room made after "disk full", at least."""
+ANNOUNCE_PARTS = 64
+"""Instances tell each other when they have written this part of their common limit."""
+EVICT_FOR_ERROR_BYTES = 1 << 30
+EVICT_FOR_ERROR_PART = 0.05
+"""Room made after "disk full": this part of what is there, at most so many bytes."""
 
 
 class FsTier(Tier):
@@ -75,7 +82,7 @@ class FsTier(Tier):
         self.usage = Usage()
         self._faults = faults
         self._owner = naming.this_owner()
-        self._directory_name = naming.namespace_directory(env.namespace, env.namespace_digest)
+        self._directory_name = namespace.directory_name(env.namespace)
         self._files: fileio.Directory | None = None
         self._reads = Pool(f"kvtier-{name}-read", options.read_threads)
         self._writes = Pool(f"kvtier-{name}-write", options.write_threads)
@@ -84,8 +91,10 @@ class FsTier(Tier):
         self._janitor: Janitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._walked = asyncio.Event()
+        self._janitor_ended = asyncio.Event()
         self._reopening: asyncio.Task[None] | None = None
         self._storing_bytes = 0
+        self._unannounced_bytes = 0
         self._fallbacks = 0
         self._state = "new"
 
@@ -101,7 +110,7 @@ class FsTier(Tier):
     @property
     def path(self) -> str:
         """The namespace's directory."""
-        return os.path.join(self.options.root, self._directory_name)
+        return os.path.join(self.options.root_dir, self._directory_name)
 
     async def open(self) -> None:
         """Make and try the directory, start the threads; the walk over it goes on behind.
@@ -132,6 +141,7 @@ class FsTier(Tier):
                 self._owner,
                 self.usage,
                 functools.partial(_hand_over, self._loop, self._take_report),
+                functools.partial(_hand_over, self._loop, self._janitor_ended.set),
                 self._faults,
             )
             self._janitor.start(prepared.identity)
@@ -154,7 +164,6 @@ class FsTier(Tier):
             prepare,
             self.options,
             self.env.namespace,
-            self.env.namespace_digest,
             self._owner,
             self._faults,
         )
@@ -242,7 +251,7 @@ class FsTier(Tier):
                 batch,
                 functools.partial(files.store, batch, _step_items(chosen)),
                 seconds=ctx.remaining(self.env.clock),
-                width=len(chosen),
+                width=_width(chosen),
             )
         finally:
             self._storing_bytes -= held
@@ -252,7 +261,7 @@ class FsTier(Tier):
             return outcomes
         for i, status in zip(admitted, batch.statuses(), strict=True):
             outcomes[i] = outcome(status)
-        self._after_store([outcomes[i] for i in admitted], held)
+        self._after_store(files, [outcomes[i] for i in admitted], held)
         return outcomes
 
     def _admit(self, items: Sequence[Slot], outcomes: list[Outcome]) -> list[int]:
@@ -279,6 +288,7 @@ class FsTier(Tier):
                 reason = "capacity"
             elif free is not None and size > free:
                 reason = "free_space"
+                self._janitor.want(size)
             else:
                 admitted.append(i)
                 room = None if room is None else room - size
@@ -286,9 +296,9 @@ class FsTier(Tier):
                 continue
             outcomes[i] = Outcome.FULL
             self._refused("store", reason, 1)
-        if len(admitted) < len(items) or (
-            capacity and self.usage.bytes > self.options.high_watermark * capacity
-        ):
+        if Outcome.FULL in outcomes:
+            self._janitor.crowd()
+        elif capacity and self.usage.bytes > self.options.high_watermark * capacity:
             self._janitor.wake()
         return admitted
 
@@ -304,15 +314,25 @@ class FsTier(Tier):
                 self.usage.found(item.key, batch.blocks(i))
             if item.crc is None:
                 item.crc = batch.crc(i)
+        self._unannounced_bytes += sum(
+            batch.blocks(i) * 512 for i in range(len(items)) if batch.status(i) == 0
+        )
+        if self._unannounced_bytes * ANNOUNCE_PARTS > (self.options.capacity_bytes or math.inf):
+            # Other instances under the same limit should not learn of much at a time.
+            self._unannounced_bytes = 0
+            self._janitor.wake()
 
-    def _after_store(self, outcomes: Sequence[Outcome], tried_bytes: int) -> None:
+    def _after_store(
+        self, files: fileio.Directory, outcomes: Sequence[Outcome], tried_bytes: int
+    ) -> None:
         failed = [end for end in outcomes if end.failed]
         self._count_errors("store", failed)
         self._look_at(failed)
         assert self._janitor is not None
         if Outcome.FULL in failed:
             self._pause(Outcome.FULL)
-            self._janitor.want(max(tried_bytes, EVICT_FOR_ERROR_BYTES))
+            part = int(self.usage.bytes * EVICT_FOR_ERROR_PART)
+            self._janitor.want(max(2 * tried_bytes, min(part, EVICT_FOR_ERROR_BYTES)))
         elif Outcome.READ_ONLY in failed:
             self._pause(Outcome.READ_ONLY)
         elif Outcome.NO_HANDLES in failed:
@@ -321,12 +341,11 @@ class FsTier(Tier):
             self._pause(Outcome.LOST)
         elif Outcome.DONE in outcomes and self._write_gate.cause is not None:
             self._resume()
-        assert self._files is not None
-        if self._files.fallbacks != self._fallbacks:
+        if files is self._files and files.fallbacks != self._fallbacks:
             self._recorder_add(
-                "kvtier_fs_direct_fallbacks_total", self._files.fallbacks - self._fallbacks
+                "kvtier_fs_direct_fallbacks_total", files.fallbacks - self._fallbacks
             )
-            self._fallbacks = self._files.fallbacks
+            self._fallbacks = files.fallbacks
 
     def _pause(self, cause: Outcome) -> None:
         if self._write_gate.cause is not cause:
@@ -362,7 +381,7 @@ class FsTier(Tier):
             batch,
             functools.partial(files.load, batch, _step_items(items)),
             seconds=ctx.remaining(self.env.clock),
-            width=len(items),
+            width=_width(items),
         )
         if end is End.REFUSED:
             self._refused("load", "stuck", len(items))
@@ -534,8 +553,11 @@ class FsTier(Tier):
             elif isinstance(result, BaseException):
                 raise result
         if self._janitor is not None:
-            ended = await asyncio.to_thread(self._janitor.join, 1.0)
-            if not ended:
+            try:
+                async with asyncio.timeout(STUCK_SECONDS):
+                    await self._janitor_ended.wait()
+                self._janitor.join()
+            except TimeoutError:
                 hung.append(f"{self._janitor.name} hangs in a system call and is left behind")
         if hung:
             # A thread may still use the descriptor; it goes with that thread.
@@ -546,17 +568,20 @@ class FsTier(Tier):
             self._files = None
 
 
-def _hand_over(
-    loop: asyncio.AbstractEventLoop, take: Callable[[Report], None], report: Report
-) -> None:
+def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[..., None], *what: Report) -> None:
     # The loop of a tier that was not closed may be gone before its thread.
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(take, report)
+        loop.call_soon_threadsafe(take, *what)
 
 
 def _file_bytes(length: int) -> int:
     """Space of the file of a payload."""
     return -(-length // fileio.PAGE_BYTES) * fileio.PAGE_BYTES + fileio.PAGE_BYTES
+
+
+def _width(items: Sequence[Slot]) -> int:
+    """Threads that share a batch: waking one must be worth it."""
+    return min(len(items), -(-sum(item.length for item in items) // THREAD_BYTES) or 1)
 
 
 def _step_items(items: Sequence[Slot]) -> int:

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtier.testing.contract import TierContract
 from kvtier.tiers.base import Tier, TierEnv
@@ -12,10 +12,10 @@ from kvtier.tiers.fs.naming import chunk_path
 
 
 class FsContract(TierContract):
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def make_tier(self, env: TierEnv, tmp_path: Path) -> Tier:
-        return FsTier("fs", FsOptions(root=str(tmp_path / "root"), **self.options), env)
+        return FsTier("fs", FsOptions(root_dir=str(tmp_path / "root"), **self.options), env)
 
     def definitions(self) -> Sequence[Any]:
         return FsTier.metric_definitions()
@@ -29,12 +29,17 @@ class FsContract(TierContract):
 
 
 class TestDirect(FsContract):
-    options = {"direct": "auto"}
+    options: ClassVar[dict[str, Any]] = {"direct": "auto"}
 
 
 class TestBuffered(FsContract):
-    options = {"direct": "off", "read_threads": 2, "write_threads": 1}
+    options: ClassVar[dict[str, Any]] = {"direct": "off", "read_threads": 2, "write_threads": 1}
 
 
 class TestPrivateWithLimit(FsContract):
-    options = {"private": True, "capacity_bytes": 1 << 30, "fsync": True, "preallocate": True}
+    options: ClassVar[dict[str, Any]] = {
+        "private": True,
+        "capacity_bytes": 1 << 30,
+        "fsync": True,
+        "preallocate": True,
+    }

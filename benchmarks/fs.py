@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file tier beside raw direct I/O (fio) and, with ``--peer``, beside vLLM's own file tier.
+
+    python -m benchmarks.fs [--peer] [--dir D]
+
+Stores and loads chunks of 64 KiB, 512 KiB and 2 MiB, checksums on, and asks for the presence of
+16,384 keys, half of which are there. Every load is compared byte for byte. Files are synced and
+dropped from the page cache before they are read. Needs fio. Not on tmpfs, whose figures say nothing
+about a disk, unless ``--tmpfs-ok``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Case, Pairs
+from kvtier.testing.contract import Arena, context, make_env
+from kvtier.tiers.fs import FsOptions, FsTier
+from kvtier.types import Outcome, Presence, make_key
+
+SIZES = {"64KiB": 64 << 10, "512KiB": 512 << 10, "2MiB": 2 << 20}
+JOB_CHUNKS = 16
+PRESENCE_KEYS = 16_384
+DEPTHS = (8, 16, 32)
+
+
+class Subject:
+    """The file tier over `count` slots of `size` bytes, each with its own content."""
+
+    def __init__(self, root: str, size: int, count: int, threads: int) -> None:
+        self.size = size
+        self.arena = Arena(count, size)
+        self.content = np.random.default_rng(1).integers(0, 256, (count, size), dtype=np.uint8)
+        env = make_env(sizes=(size,), num_slots=count, definitions=FsTier.metric_definitions())
+        options = FsOptions(
+            root_dir=root, read_threads=threads, write_threads=threads, min_free_ratio=0.0
+        )
+        self.tier = FsTier("fs", options, env)
+        self.rows = self.arena.rows
+        self.rows[:] = self.content
+
+    async def move(self, keys: Sequence[bytes], *, load: bool) -> float:
+        """Seconds for all keys, in jobs that run at the same time; bytes are checked after."""
+        slots = []
+        for i, key in enumerate(keys):
+            slot = self.arena.slot(i, key, self.size)
+            slots.append(slot)
+        if not load:
+            self.rows[:] = self.content
+        call = self.tier.load if load else self.tier.store
+        start = time.perf_counter()
+        results = await asyncio.gather(
+            *(
+                call(slots[i : i + JOB_CHUNKS], context(120))
+                for i in range(0, len(slots), JOB_CHUNKS)
+            )
+        )
+        seconds = time.perf_counter() - start
+        bad = {end for job in results for end in job} - {Outcome.DONE}
+        if bad:
+            raise SystemExit(f"benchmarks.fs: {'load' if load else 'store'} ended as {bad}")
+        if not np.array_equal(self.rows, self.content):
+            raise SystemExit("benchmarks.fs: other bytes came back")
+        return seconds
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.fs", description=__doc__)
+    parser.add_argument("--dir", default=None, help="where to make the files (a real disk)")
+    parser.add_argument("--peer", action="store_true", help="also run vLLM's own file tier")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--total-mib", type=int, default=128, help="bytes of one round")
+    parser.add_argument("--threads", type=int, default=16, help="of each pool, the peer's too")
+    parser.add_argument("--only", default=None, help="one size, or 'presence'")
+    parser.add_argument("--tmpfs-ok", action="store_true")
+    args = parser.parse_args(argv)
+    if shutil.which("fio") is None:
+        raise SystemExit("benchmarks.fs: fio is not installed; apt-get install fio")
+    base = args.dir or tempfile.gettempdir()
+    if filesystem(base) in ("tmpfs", "ramfs") and not args.tmpfs_ok:
+        raise SystemExit(
+            f"benchmarks.fs: {base} is {filesystem(base)}, memory and no disk; give --dir, or "
+            "--tmpfs-ok if that is what you want to see"
+        )
+    folder = tempfile.mkdtemp(prefix="kvtier-fs-", dir=base)
+    cases: list[Case] = []
+    try:
+        for name, size in SIZES.items():
+            if args.only in (None, name):
+                cases += asyncio.run(transfers(name, size, folder, args))
+        if args.only in (None, "presence"):
+            cases += asyncio.run(presence(folder, args))
+    finally:
+        shutil.rmtree(folder)
+    harness.report("fs", cases, filesystem=filesystem(base), threads=args.threads)
+
+
+async def transfers(name: str, size: int, folder: str, args: argparse.Namespace) -> list[Case]:
+    """Store and load of one size beside fio and the peer, in turns."""
+    count = max(JOB_CHUNKS, (args.total_mib << 20) // size)
+    root = os.path.join(folder, "kvtier")
+    peer_root = os.path.join(folder, "peer")
+    subject = Subject(root, size, count, args.threads)
+    peer = peer_rows = None
+    if args.peer:
+        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
+
+        peer_rows = Arena(count, size).rows
+        peer = VllmFs(peer_root, peer_rows, args.threads)
+    times: dict[str, list[float]] = {}
+
+    def note(what: str, seconds: float) -> None:
+        times.setdefault(what, []).append(seconds)
+
+    depths = {rw: best_depth(rw, size, count, folder) for rw in ("write", "read")}
+    await subject.tier.open()
+    try:
+        for number in range(args.rounds):
+            chunk_keys = keys(count, number)
+
+            async def ours(chunk_keys: Sequence[bytes] = chunk_keys) -> None:
+                note("store", await subject.move(chunk_keys, load=False))
+                drop_cache(root)
+                note("load", await subject.move(chunk_keys, load=True))
+
+            def theirs(chunk_keys: Sequence[bytes] = chunk_keys) -> None:
+                assert peer is not None
+                assert peer_rows is not None
+                peer_rows[:] = subject.content
+                note("peer store", timed(lambda: peer.store(chunk_keys, JOB_CHUNKS)))
+                drop_cache(peer_root)
+                peer_rows[:] = 0
+                note("peer load", timed(lambda: peer.load(chunk_keys, JOB_CHUNKS)))
+                if not np.array_equal(peer_rows, subject.content):
+                    raise SystemExit("benchmarks.fs: the peer returned other bytes")
+
+            def raw() -> None:
+                for rw in ("write", "read"):
+                    note(f"fio {rw}", fio(rw, size, count, folder, depths[rw]))
+
+            if number % 2:
+                raw()
+            if peer is not None and number % 2:
+                theirs()
+            await ours()
+            if peer is not None and not number % 2:
+                theirs()
+            if not number % 2:
+                raw()
+            # Files of one round do not stand in the way of the next.
+            shutil.rmtree(subject.tier.path, ignore_errors=True)
+            os.makedirs(subject.tier.path, exist_ok=True)
+            await reopen(subject)
+            shutil.rmtree(peer_root, ignore_errors=True)
+    finally:
+        await subject.tier.aclose(time.monotonic() + 10)
+        if peer is not None:
+            peer.close()
+    gigabytes = size * count / 1e9
+    cases = []
+    for what, rw in (("store", "write"), ("load", "read")):
+        target = None if size == SIZES["64KiB"] else 0.9
+        cases.append(
+            harness.rate_case(
+                f"{what} {name}",
+                gigabytes,
+                "GB/s",
+                f"fio depth {depths[rw]}",
+                Pairs(tuple(times[what]), tuple(times[f"fio {rw}"])),
+                target=target,
+            )
+        )
+        if peer is not None:
+            target = 1.5 if (size, what) == (SIZES["64KiB"], "load") else 1.0
+            cases.append(
+                harness.rate_case(
+                    f"{what} {name}",
+                    gigabytes,
+                    "GB/s",
+                    "vLLM fs tier",
+                    Pairs(tuple(times[what]), tuple(times[f"peer {what}"])),
+                    target=target,
+                )
+            )
+    return cases
+
+
+async def reopen(subject: Subject) -> None:
+    """A fresh tier on the emptied directory."""
+    old = subject.tier
+    await old.aclose(time.monotonic() + 10)
+    subject.tier = FsTier("fs", old.options, old.env)
+    await subject.tier.open()
+
+
+async def presence(folder: str, args: argparse.Namespace) -> list[Case]:
+    """Presence of keys, half of them there, written by another process."""
+    root = os.path.join(folder, "kvtier-presence")
+    peer_root = os.path.join(folder, "peer-presence")
+    asked = keys(PRESENCE_KEYS, 777)
+    script = [sys.executable, "-m", "benchmarks.fs_writer", root]
+    if args.peer:
+        script.append(peer_root)
+    write_elsewhere(script, asked[::2])
+    env = make_env(sizes=(4096,), definitions=FsTier.metric_definitions())
+    tier = FsTier("fs", FsOptions(root_dir=root, min_free_ratio=0.0), env)
+    await tier.open()
+    peer = None
+    if args.peer:
+        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
+
+        peer = VllmFs(peer_root, Arena(1, 4096).rows, args.threads)
+    ours: list[float] = []
+    reference: list[float] = []
+    try:
+        await tier.walked()
+        for _ in range(args.rounds):
+            start = time.perf_counter()
+            found = await tier.exists(asked, context(60, windowed=True))
+            ours.append(time.perf_counter() - start)
+            if [there is Presence.PRESENT for there in found] != [True, False] * (len(asked) // 2):
+                raise SystemExit("benchmarks.fs: wrong presence")
+            if peer is not None:
+                start = time.perf_counter()
+                count = peer.present(asked)
+                reference.append(time.perf_counter() - start)
+                if count != len(asked) // 2:
+                    raise SystemExit("benchmarks.fs: the peer found another number of keys")
+            else:
+                reference.append(timed(lambda: plain_exists(root, asked)))
+    finally:
+        await tier.aclose(time.monotonic() + 10)
+        if peer is not None:
+            peer.close()
+    return [
+        harness.time_case(
+            f"presence of {PRESENCE_KEYS} keys",
+            1,
+            "ms",
+            "os.path.exists of absent names" if peer is None else "vLLM fs tier",
+            Pairs(tuple(ours), tuple(reference)),
+            scale=1e3,
+            target=None if peer is None else 4.0,
+        )
+    ]
+
+
+def write_elsewhere(command: Sequence[str], chunk_keys: Sequence[bytes]) -> None:
+    """Write chunks in another process, so that nothing is known of them in this one."""
+    subprocess.run(command, input=b"".join(chunk_keys), check=True, timeout=600)
+
+
+def plain_exists(root: str, asked: Sequence[bytes]) -> None:
+    """One plain call a key, for a run without a peer."""
+    for key in asked:
+        os.path.exists(os.path.join(root, key.hex()))
+
+
+def keys(count: int, seed: int) -> list[bytes]:
+    """Random keys of group 0."""
+    source = random.Random(seed)
+    return [make_key(source.randbytes(32)) for _ in range(count)]
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def best_depth(rw: str, size: int, count: int, folder: str) -> int:
+    """Queue depth at which fio is fastest here."""
+    if rw == "read":
+        fio("write", size, count, folder, DEPTHS[0])
+    return min(DEPTHS, key=lambda depth: fio(rw, size, count, folder, depth))
+
+
+def fio(rw: str, size: int, count: int, folder: str, depth: int) -> float:
+    """Seconds that raw direct I/O takes for the same bytes: one file, `depth` requests at once."""
+    done = subprocess.run(
+        [
+            "fio",
+            "--name=raw",
+            f"--filename={folder}/raw",
+            f"--rw={rw}",
+            f"--bs={size}",
+            f"--size={size * count}",
+            "--direct=1",
+            "--ioengine=libaio",
+            f"--iodepth={depth}",
+            "--output-format=json",
+        ],
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    job = json.loads(done.stdout)["jobs"][0][rw]
+    return float(size * count / job["bw_bytes"])
+
+
+def drop_cache(root: str) -> None:
+    """Sync all files below `root` and drop them from the page cache."""
+    os.sync()
+    for path in Path(root).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def filesystem(path: str) -> str:
+    """Type of the filesystem that `path` is on."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as lines:
+        for line in lines:
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    return "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own file tier, driven as its scheduler drives it: the peer of ``benchmarks.fs``.
+
+Imports vLLM when it is asked for. Owns the peer's threads until ``close``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class VllmFs:
+    """vLLM's FileSystemTierManager over a (chunks, bytes) array.
+
+    Parameters
+    ----------
+    root : str
+    chunks : numpy.ndarray
+        uint8, one chunk a row.
+    threads : int
+        Read threads, and as many write threads.
+    """
+
+    def __init__(self, root: str, chunks: np.ndarray[Any, Any], threads: int) -> None:
+        # lazy: the benchmark runs without vLLM when no peer is asked for
+        from vllm.v1.kv_offload import base, config
+        from vllm.v1.kv_offload.tiering import base as tiering
+        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+        class Spec(base.OffloadingSpec):
+            def get_manager(self) -> Any:
+                raise NotImplementedError
+
+            def get_worker(self, kv_caches: Any) -> Any:
+                raise NotImplementedError
+
+        spec = Spec(
+            config.OffloadingConfig(
+                groups=(config.OffloadingGroupConfig(16, ("layer",), 0),),
+                worker_kv_bytes_per_block=chunks.shape[1],
+                enable_kv_cache_events=False,
+                extra_config={},
+                engine_id="benchmark",
+                model=config.OffloadingModelConfig("model", "bfloat16"),
+                cache=config.OffloadingCacheConfig(16, 1),
+                parallel=config.OffloadingParallelConfig(
+                    0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=True
+                ),
+            )
+        )
+        self._job = tiering.TransferJob
+        self._request = base.ReqContext
+        self._hit = base.LookupResult.HIT
+        self._retry = base.LookupResult.RETRY
+        self._tier = FileSystemTierManager(
+            spec,
+            memoryview(chunks),
+            "fs",
+            root,
+            n_read_threads=threads,
+            n_write_threads=threads,
+        )
+        self._jobs = 0
+        self._requests = 0
+
+    def store(self, keys: Sequence[bytes], job_chunks: int) -> None:
+        """Chunk `i` under ``keys[i]``, in jobs of `job_chunks`."""
+        self._transfer(keys, job_chunks, load=False)
+
+    def load(self, keys: Sequence[bytes], job_chunks: int) -> None:
+        """The reverse."""
+        self._transfer(keys, job_chunks, load=True)
+
+    def _transfer(self, keys: Sequence[bytes], job_chunks: int, *, load: bool) -> None:
+        submit = self._tier.submit_load if load else self._tier.submit_store
+        context = self._request("transfer")
+        open_jobs = 0
+        for start in range(0, len(keys), job_chunks):
+            part = list(keys[start : start + job_chunks])
+            rows = np.arange(start, start + len(part))
+            self._jobs += 1
+            open_jobs += 1
+            submit(self._job(self._jobs, part, rows, load, context))
+        while open_jobs:
+            for result in self._tier.get_finished_jobs():
+                if not result.success:
+                    raise RuntimeError(f"vLLM's file tier failed: {result}")
+                open_jobs -= 1
+            # Its completions can only be polled; this is far below the time of a round.
+            time.sleep(0.0002)
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys` are there, asked as a request would: look up, end the step, again."""
+        self._requests += 1
+        context = self._request(f"request-{self._requests}")
+        while True:
+            answers = [self._tier.lookup(key, context) for key in keys]
+            if self._retry not in answers:
+                self._tier.on_request_finished(context)
+                return answers.count(self._hit)
+            self._tier.on_schedule_end(None)
+            time.sleep(0.0002)
+
+    def close(self) -> None:
+        """End its threads."""
+        self._tier.shutdown()

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line from its errors to its exit codes, over the fake engine; and one short run of
+the real one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtier.bench.__main__ import main
+from kvtier.bench.cli import parse_size
+from kvtier.bench.report import Report
+from kvtier.bench.runner import Runner
+from kvtier.bench.strategies import engine_counts
+from kvtier.engine.engine import EngineStats
+from tests.bench.helpers import FakeOpener
+from tests.bench.test_workload import row, write
+
+SMALL = (
+    "--accelerator=4MiB",
+    "--host-memory=16MiB",
+    "--conversations=8",
+    "--first-prompt-tokens=1000",
+    "--turn-tokens=300",
+    "--turns=2",
+    "--output-tokens=8",
+    "--block-tokens=64",
+    "--blocks-per-chunk=2",
+)
+
+pytestmark = pytest.mark.usefixtures("fonts_open")
+
+
+def read(directory: Path) -> Report:
+    return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workload", "trace"], "needs --trace"),
+        (["--trace", "x"], "goes with --workload trace"),
+        (["--workload", "trace", "--trace", "/none"], "No such file"),
+        (["--engine", "vllm"], "reserved"),
+        (["--engine", "vlm"], "unknown"),
+        (["--accelerator", "16MiB"], "raise --accelerator"),
+        (["--accelerator", "1MiB"], "four chunks"),
+        (["--host-memory", "1MiB"], "--host-memory"),
+        (["--scale", "100"], "--scale"),
+        (["--calibration", "/none"], "calibration file"),
+        (["--tier-dir", "/dev/shm"], "--allow-tmpfs"),
+        (["--tier-dir", "/none"], "no directory"),
+        (["--output-tokens", "5000"], "--output-tokens"),
+    ],
+)
+def test_wrong_use_is_told(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments, FakeOpener()) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--accelerator", "12XB"], "no size"),
+        (["--accelerator", "0"], "out of range"),
+        (["--conversations", "2,x"], "no number"),
+        (["--conversations", "0"], "above 0"),
+        (["--strategies", "none,disk"], "no strategy"),
+        (["--strategies", "none,none"], "twice"),
+        (["--speedup", "inf"], "above 0"),
+        (["--inject", "melt"], "invalid choice"),
+        (["--convers", "2"], "unrecognized"),
+    ],
+)
+def test_wrong_values_are_told(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments, FakeOpener())
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("host+fs", "verdict", "within 5 %", "1.5 times host", "Exit code 1", "examples"):
+        assert words in text
+
+
+def test_sizes() -> None:
+    assert parse_size("128MiB") == 128 << 20
+    assert parse_size("1.5 GiB".replace(" ", "")) == 3 << 29
+    assert parse_size("2GB") == 2 * 10**9
+    assert parse_size("4096") == 4096
+
+
+def test_small_run_reports_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opener = FakeOpener()
+    code = main([*SMALL, f"--output={tmp_path}", "--strategies=none,host"], opener)
+    out = capsys.readouterr().out
+    report = read(tmp_path)
+    assert code == (0 if report.verdict.holds else 1)
+    assert [run.strategy for run in report.runs] == ["none", "host"]
+    assert all(engine.closed for engine in opener.engines)
+    none, host = report.runs
+    assert none.requests == host.requests == 24
+    assert host.computed_tokens < none.computed_tokens
+    assert host.host_tokens > 0
+    assert host.copies.verified_bytes == host.copies.load_bytes > 0
+    assert report.verdict.clauses[0].holds
+    assert "verdict: " in out
+    assert "point 1/1: 8 conversations" in out
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("kind", ["flip", "swap-heads", "swap-layers", "stale"])
+def test_injection_ends_with_exit_code_1(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL, f"--output={tmp_path}", "--strategies=none,host", f"--inject={kind}"]
+    assert main(arguments, FakeOpener()) == 1
+    out = capsys.readouterr().out
+    assert "FAILED: bytes differ" in out
+    assert "DIFFERS: host at 8, request c" in out
+    assert "BLOCKS DIFFER" in out
+    report = read(tmp_path)
+    assert report.verdict.clauses[0].holds is False
+    assert report.runs[0].copies.differing_blocks == 0
+
+
+def test_trace_run(tmp_path: Path) -> None:
+    lines = [row(i * 20, 700, 8, (0, i % 3 + 1)) for i in range(12)]
+    trace = write(tmp_path / "trace.jsonl", *lines)
+    arguments = f"--workload=trace --trace={trace} --limit=10 --speedup=4 --output={tmp_path}"
+    code = main([*arguments.split(), "--strategies=none,host", "--quiet"], FakeOpener())
+    report = read(tmp_path)
+    assert code in (0, 1)
+    assert [run.requests for run in report.runs] == [10, 10]
+    assert report.runs[0].point == "trace"
+    assert report.verdict.clauses[-1].text.startswith("no strategy is slower")
+
+
+def test_cancelled_jobs_are_no_failures_and_unknown_causes_are() -> None:
+    stats = EngineStats(0, 0, {}, {}, {}, 0, 0, {"cancelled": 3, "io": 1, "corrupt": 2, "new": 4})
+    assert engine_counts(stats).failures == {"io": 1, "corrupt": 2, "new": 4}
+
+
+def test_same_seed_serves_the_same_requests(tmp_path: Path) -> None:
+    totals = []
+    for number in range(2):
+        main([*SMALL, f"--output={tmp_path / str(number)}", "--strategies=none"], FakeOpener())
+        (run,) = read(tmp_path / str(number)).runs
+        totals.append((run.requests, run.prompt_tokens, run.computed_tokens, run.times.steps))
+    assert totals[0] == totals[1]
+
+
+def test_interrupt_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Runner._one
+
+    def interrupted(self: Runner, *arguments: object) -> object:
+        run = original(self, *arguments)  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGINT)
+        return run
+
+    monkeypatch.setattr(Runner, "_one", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    assert main([*SMALL, f"--output={tmp_path}"], FakeOpener()) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    report = read(tmp_path)
+    assert report.interrupted
+    assert [run.strategy for run in report.runs] == ["none"]
+    assert "interrupted: ending" in capsys.readouterr().out
+
+
+def test_interrupt_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--conversations=400", "--strategies=none", f"--output={tmp_path}"]
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        assert main(arguments, FakeOpener()) == 130
+    finally:
+        timer.cancel()
+        timer.join()
+    (run,) = read(tmp_path).runs
+    assert run.interrupted
+    assert 0 < run.requests < run.requests_wanted
+
+
+@pytest.mark.slow
+def test_real_engine_end_to_end(tmp_path: Path) -> None:
+    """All strategies over kvtier itself, host memory too small, files on whatever disk there is."""
+    arguments = [
+        *SMALL,
+        "--host-memory=5MiB",
+        "--turns=3",
+        f"--output={tmp_path}",
+        f"--tier-dir={tmp_path}",
+        "--allow-tmpfs",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier.bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    report = read(tmp_path)
+    assert [run.strategy for run in report.runs] == ["none", "host", "host+fs"]
+    clauses = report.verdict.clauses
+    assert [clause.holds for clause in clauses[:4]] == [True] * 4, clauses[:4]
+    tiers = report.runs[2]
+    assert tiers.tier_tokens.get("fs", 0) > 0
+    assert tiers.engine.stored_bytes["fs"] > 0
+    assert tiers.copies.verified_bytes == tiers.copies.load_bytes > 0
+    # Nothing of the tier is left.
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".html", ".json", ".png"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["flip", "flip-file"])
+def test_real_engine_with_damage_fails(kind: str, tmp_path: Path) -> None:
+    """A flip before the commit arrives and is found here; one in the files is found by the tier."""
+    arguments = [
+        *SMALL,
+        "--host-memory=5MiB",
+        "--turns=6",
+        "--conversations=16",
+        "--strategies=host+fs",
+        f"--output={tmp_path}",
+        f"--tier-dir={tmp_path}",
+        "--allow-tmpfs",
+        f"--inject={kind}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier.bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    (run,) = read(tmp_path).runs
+    if kind == "flip":
+        assert run.copies.differing_blocks > 0
+    else:
+        assert run.copies.differing_blocks == 0
+        assert run.sweeps is not None
+        assert run.sweeps.damaged_files > 0
+        assert run.engine.failures.get("corrupt", 0) > 0

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each clause of the verdict can hold, fail, and go unmeasured."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvtier.bench.copies import CopyCounters
+from kvtier.bench.results import Clause, EngineCounts, Run, Spread, Verdict, middle
+from kvtier.bench.verdict import judge
+from tests.bench.helpers import ACCELERATOR, HOST, SIZES, change, make_run, runs
+
+
+def verdict(found: list[Run], workload: str = "multiturn") -> Verdict:
+    return judge(found, workload, ACCELERATOR, HOST)
+
+
+def failing(result: Verdict) -> list[str]:
+    return [clause.text for clause in result.clauses if clause.holds is False]
+
+
+def test_good_results_hold() -> None:
+    result = verdict(runs())
+    assert result.holds
+    assert all(clause.holds for clause in result.clauses)
+    assert result.summary.startswith("HOLDS, up to 3.0 times")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"host_2": 650.0}, "all alike"),
+        ({"host_fs_2": 740.0}, "all alike"),
+        ({"host_7": 530.0}, "host at least 2 times none"),
+        ({"host_fs_20": 450.0, "host_20": 250.0}, r"host\+fs at least 2 times none"),
+        ({"host_20": 450.0}, r"host\+fs at least 1.5 times host"),
+    ],
+)
+def test_each_clause_of_the_effect_can_fail(changed: dict[str, float], words: str) -> None:
+    result = verdict(runs(**changed))
+    assert not result.holds
+    (text,) = failing(result)
+    assert re.search(words, text)
+    assert result.summary.startswith("DOES NOT HOLD")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"copies": CopyCounters(load_bytes=9, verified_bytes=9, differing_blocks=1)},
+            "every reloaded byte",
+        ),
+        ({"copies": CopyCounters(load_bytes=9, verified_bytes=8)}, "every reloaded byte"),
+        ({"engine": EngineCounts(failures={"corrupt": 1})}, "corrupt"),
+        ({"engine": EngineCounts(failures={"full": 3})}, "no tier failed otherwise"),
+        ({"requests": 9}, "every request was answered"),
+    ],
+)
+def test_each_clause_of_soundness_can_fail(changes: dict[str, object], words: str) -> None:
+    result = verdict(change(runs(), **changes))
+    assert not result.holds
+    (text,) = failing(result)
+    assert words in text
+    assert result.summary.startswith("FAILED")
+
+
+def test_points_that_are_missing_are_not_judged() -> None:
+    only = [run for run in runs() if run.point == "7"]
+    result = verdict(only)
+    assert result.holds
+    held = [clause.text for clause in result.clauses[4:] if clause.holds is not None]
+    assert len(held) == 1
+    assert "host at least 2 times none" in held[0]
+    alone = verdict([run for run in only if run.strategy == "none"])
+    assert not alone.holds
+    assert alone.summary.startswith("NOT JUDGED")
+
+
+def test_a_working_set_between_two_sizes_judges_nothing() -> None:
+    between = [make_run(name, "3", 140, 500) for name in ("none", "host", "host+fs")]
+    assert all(clause.holds is None for clause in verdict(between).clauses[4:])
+
+
+def test_no_gain_is_said() -> None:
+    found = [
+        make_run(name, point, size, 900.0)
+        for point, size in SIZES.items()
+        for name in ("none", "host", "host+fs")
+    ]
+    result = verdict(found)
+    assert not result.holds
+    assert result.summary.startswith("NO GAIN")
+
+
+def test_trace_must_do_no_harm() -> None:
+    found = [make_run(name, "trace", 900, 500) for name in ("none", "host", "host+fs")]
+    assert verdict(found, "trace").holds
+    slow = change(found, first_token=Spread(9.0, 9.0, 9.0, 9.0))
+    assert not verdict(slow, "trace").holds
+    alone = verdict(found[:1], "trace")
+    assert not alone.holds
+    assert alone.clauses[-1] == Clause(alone.clauses[-1].text, None, "not measured")
+
+
+def test_middle_keeps_the_damage_of_all_repeats() -> None:
+    bad = CopyCounters(differing_blocks=2)
+    repeats = [
+        make_run("host", "2", 88, 100, copies=bad, engine=EngineCounts(failures={"io": 1})),
+        make_run("host", "2", 88, 300),
+        make_run("host", "2", 88, 200),
+    ]
+    chosen = middle(repeats)
+    assert chosen.tokens_per_second == pytest.approx(200_000)
+    assert chosen.copies.differing_blocks == 2
+    assert chosen.engine.failures == {"io": 1}
+    assert len(chosen.throughputs) == 3

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both event loops, and the service's parts over a small region."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import uvloop
+
+from kvtier._core.index import Index
+from kvtier.config import parse
+from kvtier.host.region import Region
+from kvtier.obs.metrics import METRICS, Recorder, Registry
+from kvtier.runtime.lane import Lane
+from kvtier.runtime.service import Memory
+from kvtier.testing import leaks
+from kvtier.testing.faults import Script, ScriptedOptions, ScriptedTier
+from kvtier.tiers.base import TierEnv
+from kvtier.types import GroupGeometry, make_geometry
+from tests.engine.rig import CHUNK, scripted
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(params=sorted(LOOPS))
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Runs a coroutine on the loop of this case; fails on tasks left and after 20 seconds."""
+    with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+
+        async def watched(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            async with leaks.check_tasks(), asyncio.timeout(20):
+                return await coroutine
+
+        yield lambda coroutine: runner.run(watched(coroutine))
+
+
+class Bench:
+    """Lanes over scripted tiers, one region, and what they tell the owner."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.memory = Memory(region)
+        self.index = Index(self.memory.slots, region.geometry.payload_bytes, track_unsaved=True)
+        self.index.grow(region.geometry.num_slots)
+        self.registry = Registry(METRICS)
+        self.recorder = Recorder(METRICS)
+        self.health: list[tuple[int, bool, bool, str]] = []
+
+    def lane(self, script: Script, index: int = 0, **more: Any) -> Lane:
+        breaker = more.pop("breaker", {"failures": 2, "open_seconds": 0.05})
+        kind = more.pop("kind", ScriptedTier)
+        config = parse(
+            {"capacity_bytes": 8 * CHUNK, "breaker": breaker, "tiers": [scripted(script, **more)]}
+        )
+        env = TierEnv(
+            geometry=self.region.geometry,
+            namespace={},
+            namespace_digest=b"",
+            recorder=self.recorder,
+            emit=lambda event: None,
+        )
+        tier = kind(script.name, ScriptedOptions(script=script.name), env)
+        return Lane(
+            index,
+            tier,
+            config.tiers[0],
+            config,
+            self.recorder,
+            lambda *health: self.health.append(health),
+            time.monotonic,
+        )
+
+    def value(self, name: str, *labels: str) -> float:
+        self.registry.apply(self.recorder.take(), source="service")
+        return self.registry.value(name, labels) or 0.0
+
+
+@pytest.fixture
+def bench(caplog: pytest.LogCaptureFixture) -> Iterator[Bench]:
+    groups = [GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=CHUNK)]
+    geometry = make_geometry(groups, 8 * CHUNK)
+    with Region.create(f"runtime-tests-{os.getpid()}", geometry, {}, ranks=1) as region:
+        one = Bench(region)
+        yield one
+        one.memory.close()
+        caplog.get_records("call").clear()  # tracebacks hold frames, and these the views
+        vars(one).clear()  # the test's arguments outlive its fixtures, and views keep the memory

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TierService behind its carriers: starting, closing, what a broken tier may not break."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import uvloop
+
+from kvtier._core.layout import crc32c
+from kvtier.config import parse
+from kvtier.engine import engine as engine_module
+from kvtier.errors import ConfigError, TierLostError
+from kvtier.host.region import Region
+from kvtier.runtime import lane as lane_module
+from kvtier.runtime import messages as m
+from kvtier.runtime.service import Memory
+from kvtier.runtime.thread import ThreadCarrier
+from kvtier.testing.faults import Script, ScriptedTier
+from kvtier.types import GroupGeometry, Outcome, make_geometry
+from tests.engine.rig import CHUNK, key, keys, payload, rig, scripted
+
+LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+class Unmakable(ScriptedTier):
+    """Its constructor raises what the script says."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if "make" in self.script.raises:
+            raise self.script.raises["make"]
+
+
+class Uncloseable(ScriptedTier):
+    """Its aclose raises, or hangs."""
+
+    hang: ClassVar[bool] = False
+
+    async def aclose(self, deadline: float) -> None:
+        if self.hang:
+            await asyncio.get_running_loop().create_future()
+        raise TierLostError("the last writes are lost")
+
+
+class Unclosing(Uncloseable):
+    """Its aclose hangs."""
+
+    hang: ClassVar[bool] = True
+
+
+def custom(kind: type, script: Script) -> dict[str, Any]:
+    return scripted(script) | {"type": kind.__name__, "module_path": __name__}
+
+
+@pytest.fixture(autouse=True)
+def _logged_frames_go(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Errors in the log hold frames, and these views of the region."""
+    yield
+    caplog.get_records("call").clear()
+
+
+def test_a_tier_that_cannot_be_made_ends_the_start_at_once() -> None:
+    for error in (ConfigError("key: is wrong"), ZeroDivisionError("a bug")):
+        script = Script("tier")
+        script.raises["make"] = error
+        started = time.monotonic()
+        with (
+            pytest.raises(ConfigError, match=f"tier tier: {error}"),
+            rig(slots=4, tiers=[custom(Unmakable, script)]),
+        ):
+            raise AssertionError("it started")
+        assert time.monotonic() - started < 5
+        script.raises.clear()
+
+
+@pytest.mark.parametrize("kind", [Uncloseable, Unclosing])
+def test_what_tiers_met_while_closing_is_told(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others have been closed, and everything has been let go."""
+    monkeypatch.setattr(lane_module, "CLOSE_GRACE_SECONDS", 0.05)
+    script = Script("tier")
+
+    def work() -> None:
+        with rig(slots=4, tiers=[custom(kind, script)], flush_on_shutdown_seconds=0.1) as one:
+            one.store(keys(1))
+            one.settle()
+            close = one.engine.close
+            monkeypatch.setattr(one.engine, "close", lambda: close(0.2))
+
+    started = time.monotonic()
+    with pytest.raises(TierLostError, match=r"tier: .*(lost|hangs)"):
+        work()
+    assert time.monotonic() - started < 3
+
+
+def test_a_service_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed at once, not after the whole time that a start may take; and tried again."""
+    monkeypatch.setattr(engine_module, "RESTART_SECONDS", 0.01)
+
+    def broken(self: Memory, region: Region) -> None:
+        raise OSError(12, "no memory")
+
+    init = Memory.__init__
+    monkeypatch.setattr(Memory, "__init__", broken)
+    script = Script("tier")
+    started = time.monotonic()
+    with rig(slots=4, tiers=[scripted(script)]) as one:
+        assert time.monotonic() - started < 3
+        assert one.store(keys(1)) == keys(1)
+        assert one.load(keys(1)) == 1
+        monkeypatch.setattr(Memory, "__init__", init)
+        one.until(lambda: one.engine._service_up and one.value("kvtier_tier_up", "tier") == 1)
+        one.settle()
+
+
+def test_a_crash_loop_of_a_night(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause between two starts is bounded, and so is what computes it."""
+    script = Script("tier")
+    with rig(slots=4, tiers=[scripted(script)]) as one:
+        one.engine._restarts = 5000
+        one.engine._now = time.monotonic()
+        carrier = one.engine._carrier
+        assert isinstance(carrier, ThreadCarrier)
+        assert carrier._loop is not None
+        carrier._loop.call_soon_threadsafe(carrier._service.deliver, None)
+        one.until(lambda: not one.engine._service_up)
+        assert one.engine._restart_at is not None
+        left = one.engine._restart_at - time.monotonic()
+        assert 25 < left <= engine_module.MAX_RESTART_SECONDS
+        one.engine._restart_at = time.monotonic()
+        one.until(lambda: one.engine._service_up)
+        one.settle()
+
+
+class Outside:
+    """A service in a thread, with a test in the owner's place."""
+
+    def __init__(self, region: Region, tiers: list[dict[str, Any]], loop: str) -> None:
+        self.memory: Memory | None = None
+        config = parse({"capacity_bytes": 8 * CHUNK, "tiers": tiers})
+        self.carrier = ThreadCarrier(config, {}, lambda: self._memory(region), LOOPS[loop])
+        self.news: list[m.ToOwner] = []
+
+    def _memory(self, region: Region) -> Memory:
+        self.memory = Memory(region)
+        return self.memory
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            self.news += self.carrier.receive()
+            time.sleep(0.002)
+
+    def of(self, kind: type) -> list[Any]:
+        return [one for one in self.news if isinstance(one, kind)]
+
+
+@pytest.fixture(params=sorted(LOOPS))
+def loop(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    groups = [GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=CHUNK)]
+    with Region.create(
+        f"service-tests-{os.getpid()}", make_geometry(groups, 8 * CHUNK), {}, ranks=1
+    ) as one:
+        yield one
+
+
+@pytest.mark.parametrize("broken", ["lane", "crc"])
+def test_pins_stay_until_every_tier_has_ended(
+    region: Region, loop: str, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in the part of one tier must not take the bytes away from the other one's call; and
+    the job ends with one message for each tier, whatever raises."""
+    from kvtier._core.index import Index
+
+    slow, bad = Script("slow"), Script("bad")
+    outside = Outside(region, [scripted(slow), scripted(bad)], loop)
+    real = lane_module.Lane.store
+
+    async def store(self: Any, *args: Any) -> Any:
+        if self.tier.name == "bad":
+            raise ZeroDivisionError
+        return await real(self, *args)
+
+    async def take_crcs(self: Any, items: Any) -> None:
+        raise ZeroDivisionError
+
+    if broken == "lane":
+        monkeypatch.setattr(lane_module.Lane, "store", store)
+    else:
+        monkeypatch.setattr(Memory, "take_crcs", take_crcs)
+    slow.gates["store"].close()
+    outside.carrier.start(10.0)
+    assert outside.memory is not None
+    slots = outside.memory.slots
+    index = Index(slots, region.geometry.payload_bytes, track_unsaved=True)
+    index.grow(8)
+    reservation = index.reserve(keys(1))
+    region.slot_view(int(reservation.slots[0]), CHUNK)[:] = payload(key(1))
+    index.commit(keys(1))
+    names, places, generations = index.pin_for_service(keys(1))
+    slot = int(places[0])
+    outside.carrier.send(
+        [m.Cascade(7, "r", names, [slot], generations.tolist(), [0, 1], time.monotonic() + 5)]
+    )
+    outside.until(lambda: any(one.tier == 1 for one in outside.of(m.Stored)))
+    if broken == "lane":
+        assert slow.gates["store"].waiting.acquire(timeout=5)
+        assert slots.service_pins(slot) == 1
+        slow.gates["store"].open()
+    outside.until(lambda: len(outside.of(m.Stored)) == 2)
+    by_tier = {one.tier: Outcome(one.outcomes[0]) for one in outside.of(m.Stored)}
+    assert by_tier == {
+        0: Outcome.DONE if broken == "lane" else Outcome.INTERNAL,
+        1: Outcome.INTERNAL,
+    }
+    assert [one.final for one in outside.of(m.Stored)] == [False, True]
+    outside.until(lambda: slots.service_pins(slot) == 0)
+    assert slots.unsaved(slot) == (broken != "lane")
+    if broken == "lane":
+        assert slow.chunks[key(1)] == (payload(key(1)), crc32c(payload(key(1))))
+    assert outside.carrier.close(time.monotonic() + 2) == ""
+    outside.memory = None
+
+
+@pytest.mark.fault("H08")
+def test_no_native_call_of_ours_blocks_with_the_gil_held(tmp_path: Path) -> None:
+    """A thread that wants to run every millisecond does so while large regions come and go."""
+    chunk = 32 << 20
+    gaps: list[float] = []
+    stop = threading.Event()
+
+    def heartbeat() -> None:
+        last = time.monotonic()
+        while not stop.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=heartbeat, name="heartbeat")
+    thread.start()
+    try:
+        tiers = [{"type": "fs", "root_dir": str(tmp_path)}]
+        body = bytes(chunk)
+        with rig(slots=12, tiers=tiers, chunk=chunk) as one:
+            context = one.context()
+            reservation = one.engine.reserve(keys(*range(8)), context)
+            for slot in reservation.slots.tolist():
+                one.region.slot_view(slot, chunk)[:] = body  # (this one holds it, briefly)
+            one.engine.commit(reservation.keys, context)
+            one.engine.finish_request(context)
+            del gaps[:]
+            one.settle()  # checksums and writes
+            one.engine._index.drop(keys(*range(8)))
+            assert one.ask(keys(*range(4)), context)[0] == 4  # reads and checksums
+            one.engine.finish_request(context)
+            one.settle()
+        # And the region has been closed.
+    finally:
+        stop.set()
+        thread.join()
+    assert len(gaps) > 50
+    # Busy machines have pauses of their own; a held GIL would show as one long gap.
+    assert sorted(gaps)[-2] < 0.1, sorted(gaps)[-5:]

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manager and workers against a region of their own, over plain tensors instead of an engine.
+
+Every block of the fake accelerator holds bytes of its own, so that a block in a wrong place, an old
+one or another rank's shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.errors import InternalError
+from kvtier.types import GroupGeometry, PageGeometry, make_geometry, make_key
+
+pytestmark = pytest.mark.vllm
+
+PAGE = 4096
+BLOCKS = 32
+LAYERS = ("a", "b")
+
+
+def key(number: int, group: int = 0) -> bytes:
+    """A key like vLLM's: 32 bytes of hash and the group."""
+    return make_key(number.to_bytes(32, "big"), group)
+
+
+class Rig:
+    """`ranks` workers and a manager; pages are opaque, an area for each rank."""
+
+    def __init__(self, directory: str, ranks: int, blocks_per_chunk: int, slots: int) -> None:
+        # lazy: vLLM and torch take seconds, and only these tests need them.
+        import torch
+        from vllm.v1.kv_offload.base import (
+            CanonicalKVCacheRef,
+            CanonicalKVCaches,
+            CanonicalKVCacheTensor,
+        )
+
+        from kvtier.host.region import Region
+        from kvtier.vllm.manager import KVTierManager
+        from kvtier.vllm.pages import build_pages
+        from kvtier.vllm.worker import TransferWorker
+
+        self.blocks_per_chunk = blocks_per_chunk
+        self.tensors: list[list[Any]] = []
+        self.workers: list[TransferWorker] = []
+        for rank in range(ranks):
+            rng = np.random.default_rng(rank)
+            tensors = [
+                torch.from_numpy(rng.integers(-128, 128, (BLOCKS, PAGE), dtype=np.int8))
+                for _ in LAYERS
+            ]
+            config = SimpleNamespace(
+                groups=[SimpleNamespace(group_id=0, layer_names=LAYERS, tokens_per_block=16)],
+                parallel=SimpleNamespace(rank=rank, world_size=ranks),
+                cache=SimpleNamespace(blocks_per_chunk=blocks_per_chunk),
+            )
+            caches = CanonicalKVCaches(
+                [CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors],
+                [[CanonicalKVCacheRef(index, PAGE) for index in range(len(LAYERS))]],
+            )
+            pages = build_pages(config, caches, (None,))
+            capacity = slots * pages.groups[0].payload_bytes
+            region = Region.create(
+                "rig", make_geometry(pages.groups, capacity), {}, ranks, directory=directory
+            )
+            region.sign(rank)
+            self.tensors.append(tensors)
+            self.workers.append(TransferWorker(region, pages, rank))
+        self.manager = KVTierManager(Region.attach("rig", directory=directory))
+        self._job = 0
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.manager.shutdown()
+
+    def context(self, name: str = "r") -> Any:
+        """A request."""
+        from vllm.v1.kv_offload.base import ReqContext  # lazy: as above
+
+        return ReqContext(req_id=name)
+
+    def blocks(self, ids: Sequence[int], first: int = 0) -> Any:
+        """Accelerator blocks of one group."""
+        from vllm.v1.kv_offload.base import GPULoadStoreSpec  # lazy: as above
+
+        return GPULoadStoreSpec(list(ids), [len(ids)], [first])
+
+    def job(self) -> int:
+        self._job += 1
+        return self._job
+
+    def finish(self, job: int, ranks: Sequence[int] | None = None) -> None:
+        """Wait for a job's copies as vLLM does."""
+        for rank in ranks if ranks is not None else range(len(self.workers)):
+            self.workers[rank].wait({job})
+            assert [result.job_id for result in self.workers[rank].get_finished()] == [job]
+
+    def store(self, keys: Sequence[bytes], ids: Sequence[int], first: int = 0) -> None:
+        """A store from end to end."""
+        output = self.manager.prepare_store(keys, self.context())
+        assert output is not None
+        job = self.job()
+        for worker in self.workers:
+            assert worker.submit_store(job, self.blocks(ids, first), output.store_spec)
+        self.finish(job)
+        self.manager.complete_store(set(output.keys_to_store), self.context())
+
+    def load(self, keys: Sequence[bytes], ids: Sequence[int], first: int = 0) -> None:
+        """A load from end to end."""
+        spec = self.manager.prepare_load(keys, self.context())
+        job = self.job()
+        for worker in self.workers:
+            assert worker.submit_load(job, spec, self.blocks(ids, first))
+        self.finish(job)
+        self.manager.complete_load(set(keys), self.context())
+
+    def states(self, keys: Sequence[bytes]) -> list[str]:
+        return [self.manager.lookup(each, self.context()).name for each in keys]
+
+    def content(self, rank: int, block: int) -> bytes:
+        return b"".join(tensor[block].numpy().tobytes() for tensor in self.tensors[rank])
+
+    def check(self) -> None:
+        """Nothing in flight, nothing lost."""
+        index = self.manager.index
+        index.check()
+        assert index.num_writing == index.num_orphans == 0
+        assert index.num_free + index.num_ready == index.capacity
+
+
+@contextlib.contextmanager
+def rig(ranks: int = 1, blocks_per_chunk: int = 1, slots: int = 8) -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="kvt-test-", dir="/dev/shm") as directory:
+        made = Rig(directory, ranks, blocks_per_chunk, slots)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+class Gate:
+    """Holds a worker's store copies until it is opened."""
+
+    def __init__(self, worker: Any) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        (self._plan,) = worker.plans
+        worker.plans = (self,)
+        self.local_bytes = 1 << 30  # never inline
+
+    def check(self, *args: Any) -> None:
+        self._plan.check(*args)
+
+    def store(self, *args: Any) -> int:
+        self.entered.set()
+        assert self.open.wait(30)
+        return self._plan.store(*args)
+
+    def load(self, *args: Any) -> int:
+        self.entered.set()
+        assert self.open.wait(30)
+        return self._plan.load(*args)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_blocks_come_back_to_other_places(ranks: int, blocks_per_chunk: int) -> None:
+    with rig(ranks, blocks_per_chunk) as made:
+        keys = [key(number) for number in range(2)]
+        ids = list(range(1, 1 + 2 * blocks_per_chunk))
+        expected = [[made.content(rank, block) for block in ids] for rank in range(ranks)]
+        made.store(keys, ids)
+        assert made.states(keys) == ["HIT", "HIT"]
+        for tensors in made.tensors:
+            for tensor in tensors:
+                tensor[1 : 1 + len(ids)] = 0
+        back = list(range(20, 20 + len(ids)))
+        made.load(keys, back)
+        assert expected == [[made.content(rank, block) for block in back] for rank in range(ranks)]
+        made.check()
+
+
+def test_a_load_from_inside_a_chunk_touches_nothing_else() -> None:
+    with rig(blocks_per_chunk=4) as made:
+        made.store([key(1), key(2)], range(1, 9))
+        before = [made.content(0, block) for block in range(BLOCKS)]
+        made.load([key(1), key(2)], [20, 21, 22], first=2)
+        after = [made.content(0, block) for block in range(BLOCKS)]
+        assert after[20:23] == before[3:6]
+        assert after[:20] + after[23:] == before[:20] + before[23:]
+        made.check()
+
+
+def test_a_chunk_without_its_first_blocks_fails_alone() -> None:
+    with rig(blocks_per_chunk=4) as made:
+        # The first two blocks of the first chunk are gone, behind a window.
+        made.store([key(1), key(2)], [3, 4, 5, 6, 7, 8], first=2)
+        assert made.states([key(1), key(2)]) == ["MISS", "HIT"]
+        made.load([key(2)], [20, 21, 22, 23])
+        assert [made.content(0, block) for block in (20, 21, 22, 23)] == [
+            made.content(0, block) for block in (5, 6, 7, 8)
+        ]
+        assert made.manager.failed_chunks == 1
+        made.check()
+
+
+def test_blocks_that_cannot_be_told_apart_are_not_stored() -> None:
+    with rig(blocks_per_chunk=4) as made:
+        # Two chunks, one block missing, and not the first: nobody knows which.
+        made.store([key(1), key(2)], [1, 2, 3, 5, 6, 7, 8])
+        assert made.states([key(1), key(2)]) == ["MISS", "MISS"]
+        made.check()
+
+
+def test_a_slot_that_cannot_be_filled_keeps_no_old_bytes() -> None:
+    with rig(ranks=2, blocks_per_chunk=4, slots=1) as made:
+        made.store([key(1)], [1, 2, 3, 4])
+        made.store([key(2)], [5, 6, 7], first=1)
+        region = made.workers[0].region
+        assert not any(region.slot_view(0, region.geometry.payload_bytes[0]))
+        made.check()
+
+
+def test_a_load_that_does_not_fit_its_blocks_is_refused() -> None:
+    with rig(blocks_per_chunk=4) as made:
+        made.store([key(1)], [1, 2, 3, 4])
+        spec = made.manager.prepare_load([key(1)], made.context())
+        with pytest.raises(ValueError, match="span 2 chunks"):
+            made.workers[0].submit_load(9, spec, made.blocks([20, 21, 22, 23], first=1))
+
+
+@pytest.mark.fault("C01")
+def test_a_chunk_is_no_hit_before_all_ranks_have_written_it() -> None:
+    with rig(ranks=2) as made:
+        gate = Gate(made.workers[1])
+        output = made.manager.prepare_store([key(1)], made.context())
+        for worker in made.workers:
+            worker.submit_store(1, made.blocks([1]), output.store_spec)
+        assert gate.entered.wait(30)
+        made.finish(1, [0])
+        # vLLM is wrong here: one rank has not finished.
+        made.manager.complete_store({key(1)}, made.context())
+        assert made.states([key(1)]) == ["HIT_PENDING"]
+        gate.open.set()
+        made.finish(1, [1])
+        assert made.states([key(1)]) == ["HIT"]
+        made.check()
+
+
+def test_a_failure_of_one_rank_fails_the_chunk_and_vllm_hears_of_success() -> None:
+    with rig(ranks=2) as made:
+        output = made.manager.prepare_store([key(1), key(2)], made.context())
+        made.workers[0].submit_store(1, made.blocks([1, 2]), output.store_spec)
+        # A block that the accelerator does not have.
+        made.workers[1].submit_store(1, made.blocks([1, BLOCKS]), output.store_spec)
+        for worker in made.workers:
+            worker.wait({1})
+            assert [result.success for result in worker.get_finished()] == [True]
+        made.manager.complete_store({key(1), key(2)}, made.context())
+        assert made.states([key(1), key(2)]) == ["MISS", "MISS"]
+        made.check()
+
+
+def test_a_load_that_fails_ends_the_engine() -> None:
+    with rig() as made:
+        made.store([key(1)], [1])
+        spec = made.manager.prepare_load([key(1)], made.context())
+        made.workers[0].submit_load(5, spec, made.blocks([BLOCKS]))
+        made.workers[0].wait({5})
+        with pytest.raises(InternalError, match="load 5 failed"):
+            made.workers[0].get_finished()
+
+
+@pytest.mark.fault("C23")
+@pytest.mark.fault("C18")
+def test_a_reset_lends_no_slot_that_is_still_written_or_read() -> None:
+    with rig(slots=2) as made:
+        made.store([key(1)], [1])
+        gate = Gate(made.workers[0])
+        load = made.manager.prepare_load([key(1)], made.context("reader"))
+        made.workers[0].submit_load(7, load, made.blocks([20]))
+        store = made.manager.prepare_store([key(2)], made.context("writer"))
+        made.workers[0].submit_store(8, made.blocks([2]), store.store_spec)
+        assert gate.entered.wait(30)
+        made.manager.reset_cache()
+        assert made.states([key(1), key(2)]) == ["MISS", "MISS"]
+        output = made.manager.prepare_store([key(3)], made.context())
+        assert output.keys_to_store == []
+        gate.open.set()
+        made.workers[0].wait({7, 8})
+        # vLLM never completes the two jobs; the region's lines are enough.
+        output = made.manager.prepare_store([key(3), key(4)], made.context())
+        assert output.keys_to_store == [key(3), key(4)]
+        assert made.content(0, 20) == made.content(0, 1)
+
+
+def test_a_completion_that_nobody_waits_for_is_a_bug() -> None:
+    with rig() as made:
+        with pytest.raises(InternalError, match="not in flight"):
+            made.manager.complete_store({key(1)}, made.context())
+        with pytest.raises(InternalError, match="completed twice"):
+            made.manager.complete_load({key(1)}, made.context())
+
+
+def test_an_access_at_the_end_of_a_request_keeps_its_prefix_longest() -> None:
+    with rig(slots=4) as made:
+        keys = [key(number) for number in range(4)]
+        made.store(keys, [1, 2, 3, 4])
+        context = made.context()
+        # Told out of order, as for windowed groups.
+        for number in (1, 0):
+            context.set_offload_key_position(keys[number], 16 * (number + 1))
+        made.manager.on_request_finished(context)
+        assert made.manager.index.keys()[-2:] == [keys[1], keys[0]]
+
+
+def test_geometry_of_the_rig_is_what_the_tests_think() -> None:
+    with rig(ranks=3, blocks_per_chunk=4) as made:
+        assert made.workers[2].region.geometry.groups == (
+            GroupGeometry(
+                block_tokens=16,
+                blocks_per_chunk=4,
+                block_bytes=2 * 3 * PAGE,
+                pages=(PageGeometry("a", 0, 3 * PAGE), PageGeometry("b", 3 * PAGE, 3 * PAGE)),
+            ),
+        )
