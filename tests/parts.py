@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def trace_path() -> Path:
     """Where the published request trace is looked for."""
-    folder = os.environ.get("KVTIER_TRACES", str(ROOT / "shared" / "traces"))
+    folder = os.environ.get("KVTIER_TRACES", str(ROOT.parent / "shared" / "traces"))
     return Path(folder) / "mooncake_conversation.jsonl"
 
 
@@ -63,6 +64,16 @@ def _trace() -> str | None:
     return None if path.is_file() else f"{path} not found (set KVTIER_TRACES to its folder)"
 
 
+def _registry() -> str | None:
+    """Whether pip can install something that is not here yet."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "six"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*command, "--dest", folder], capture_output=True, timeout=120, check=False
+        )
+    return None if done.returncode == 0 else "pip reaches no package registry"
+
+
 def _cuda() -> str | None:
     return None if os.path.exists("/dev/nvidiactl") else "no NVIDIA device"
 
@@ -73,6 +84,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "vllm": _module("vllm"),
     "torch": _module("torch"),
     "fio": _command("fio"),
+    "registry": _registry,
     "trace": _trace,
     "cuda": _cuda,
 }

@@ -15,11 +15,10 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
-from typing_extensions import Buffer
 
 from kvtier.config import Config, load, parse
 from kvtier.engine.engine import Engine, EngineStats, open_engine
@@ -36,9 +35,15 @@ from kvtier.types import (
     make_geometry,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+AUDIT_TURNS = 20
+"""Waits of 50 ms, at most, for the service's latest numbers."""
 
 INLINE_BYTES = 256 << 10
 """Copies up to this size run on the loop: a thread costs more than they do."""
@@ -218,12 +223,21 @@ class Cache:
             return await self._await_ready(keys, context, timeout_seconds)
 
     async def flush(self, timeout_seconds: float = 30.0) -> bool:
-        """Wait until everything that was on its way to the tiers has arrived or failed."""
+        """Wait until everything that was on its way to the tiers has arrived or failed.
+
+        Brings ``stats`` up to date with the tiers, too. False if the time was too short.
+        """
         self._check_open()
         with self._call(None), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while not self._engine.idle:
                     await self._news()
+                if self._engine.config.tiers:
+                    self._engine.audit()
+                    for _ in range(AUDIT_TURNS):  # a dead service does not answer
+                        if self._engine.resources is not None:
+                            break
+                        await self._news()
         return self._engine.idle
 
     def reset(self) -> None:

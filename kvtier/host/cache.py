@@ -9,16 +9,19 @@ slot's payload lies, and whether the accounts add up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
 from kvtier._core.index import Index
 from kvtier._core.slots import SlotTable
 from kvtier.errors import InternalError
 from kvtier.types import Geometry
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users install and run first: the wheel in a bare environment, the examples."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.parts import ROOT
+
+PROGRAM = """
+import kvtier, kvtier.bench, sys
+from kvtier._core import fileio, index, layout, slots, words
+from kvtier.engine.engine import Engine
+assert "site-packages" in kvtier.__file__, kvtier.__file__
+print(kvtier.__version__)
+"""
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Standard output of a command that must succeed."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "KVTIER_CHECKS")
+    }
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.needs("registry")
+def test_a_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
+    """Nothing of the checkout is on its path, and only declared dependencies are installed."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE"]
+    files = [path for path in (ROOT / "kvtier").rglob("*") if path.suffix in SOURCES]
+    for path in [*files, *(ROOT / name for name in names)]:
+        target = source / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    pip = [sys.executable, "-m", "pip"]
+    flags = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path)]
+    run(*pip, "wheel", *flags, str(source), cwd=tmp_path)
+    (wheel,) = tmp_path.glob("kvtier-*.whl")
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=True)
+    python = str(bare / "bin" / "python")
+    run(python, "-m", "pip", "install", "--quiet", str(wheel), cwd=tmp_path)
+    assert run(python, "-W", "error", "-c", PROGRAM, cwd=tmp_path).strip() == "0.1.0"
+    assert "--workload" in run(python, "-m", "kvtier.bench", "--help", cwd=tmp_path)
+
+
+SOURCES = frozenset({".py", ".pyx", ".pxd", ".pyi", ".h", ".typed"})
+
+
+def test_the_library_example_runs(tmp_path: Path) -> None:
+    example = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); " + (
+        f"runpy.run_path({str(ROOT / 'examples' / 'library.py')!r}, run_name='__main__')"
+    )
+    output = run(sys.executable, "-c", example, cwd=tmp_path)
+    # Four times what host memory holds: all of it was stored and found again.
+    assert "loaded_bytes={'fs': 67108864}" in output
+    assert "evicted_unsaved=0" in output
+    assert list(tmp_path.iterdir()) == []
