@@ -29,6 +29,7 @@ async def main(root_dir: str) -> None:
         for start in range(0, 64, 8):
             for number, view in enumerate(await cache.load(keys[start : start + 8]), start):
                 assert view == bytes([number]) * CHUNK_BYTES
+        await cache.flush()  # the numbers of the tiers come with it
         print(cache.stats())
 
 
