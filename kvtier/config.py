@@ -90,8 +90,6 @@ class TierConfig(msgspec.Struct, frozen=True):
     """Store only chunks that end at least this far into their prompt."""
     groups: tuple[CountOrZero, ...] | None = None
     """KV cache groups that the tier holds; None is all."""
-    ttl_seconds: Seconds | None = None
-    """Age at which a chunk is no longer found; None is for ever."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
     """What requests' tier filters and events call it; the tier's own value if None."""
     options: dict[str, Any] = {}

@@ -106,9 +106,6 @@ METRICS: tuple[MetricDef, ...] = (
         "gauge",
         "Share of the bytes of ready slots that no payload uses.",
     ),
-    MetricDef(
-        "kvtier_host_unsaved_chunks", "gauge", "Chunks in host memory that no other tier holds."
-    ),
     MetricDef("kvtier_evicted_total", "counter", "Chunks evicted from host memory."),
     MetricDef(
         "kvtier_evicted_unsaved_total",
@@ -127,10 +124,6 @@ METRICS: tuple[MetricDef, ...] = (
         ("result",),
     ),
     # Lookups
-    MetricDef(
-        "kvtier_query_tokens_total", "counter", "Tokens asked for, without those already computed."
-    ),
-    MetricDef("kvtier_hit_tokens_total", "counter", "Tokens of those asked for that were found."),
     MetricDef(
         "kvtier_lookup_chunks_total",
         "counter",
@@ -166,7 +159,9 @@ METRICS: tuple[MetricDef, ...] = (
         IO_BUCKETS,
     ),
     MetricDef("kvtier_inflight_bytes", "gauge", "Bytes on their way to or from a tier.", DIRECTION),
-    MetricDef("kvtier_inflight_jobs", "gauge", "Jobs of a tier that have not ended.", DIRECTION),
+    MetricDef(
+        "kvtier_backlog_chunks", "gauge", "Chunks put off until the tier has room for them.", TIER
+    ),
     MetricDef(
         "kvtier_deferred_chunks_total",
         "counter",
@@ -208,13 +203,6 @@ METRICS: tuple[MetricDef, ...] = (
     ),
     MetricDef(
         "kvtier_hold_expired_total", "counter", "Holds that ended by their deadline, unused."
-    ),
-    MetricDef(
-        "kvtier_failed_jobs_total",
-        "counter",
-        "Transfers of the accelerator that ended without all their chunks, by direction and "
-        "cause: failed, timeout, cancelled.",
-        ("direction", "cause"),
     ),
     MetricDef("kvtier_resets_total", "counter", "Cache resets by mode.", ("mode",)),
     MetricDef(
