@@ -41,7 +41,6 @@ not 0. Made from `kvtier/obs/table.py` by `python -m tests.pages`.
 
 Useful questions:
 
-- Hits a second by tier: `sum by (tier) (rate(kvtier_lookup_chunks_total{result="hit"}[5m]))`
 - Share of chunks that only a slower tier had:
   `sum by (tier) (rate(kvtier_lookup_chunks_total{result="hit"}[5m]))`
 - Is anything failing:
