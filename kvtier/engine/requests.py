@@ -17,6 +17,7 @@ class Request:
     __slots__ = (
         "context",
         "counted",
+        "ended",
         "finds",
         "fresh",
         "held",
@@ -58,6 +59,8 @@ class Request:
         """Keys whose hit or miss in host memory is in the metrics already."""
         self.verified: set[bytes] = set()
         """Keys whose bytes in host memory have been compared with their checksum for it."""
+        self.ended = False
+        """Finished: news of its finds only bring slots and chunks back."""
         self.finds: set[int] = set()
         self.sources: dict[bytes, int] = {}
         """Tier each promoted key came from."""
@@ -70,3 +73,13 @@ class Request:
             self.used.update(dict.fromkeys(keys))
         else:
             self.used = dict.fromkeys(keys)
+
+    def forget(self) -> None:
+        """A reset: nothing of what it knows of chunks is true any more."""
+        self.status.clear()
+        self.fresh.clear()
+        self.hits.clear()
+        self.finds.clear()
+        self.used.clear()
+        self.sources.clear()
+        self.verified.clear()

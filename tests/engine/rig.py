@@ -92,8 +92,8 @@ class Rig:
 
         def answered() -> bool:
             nonlocal asked_at
-            if self.engine.resources is not None or not self.engine._service_up:
-                return asked_at > 0.0 or not self.engine._service_up
+            if self.engine.resources is not None or not self.engine._supervisor.up:
+                return asked_at > 0.0 or not self.engine._supervisor.up
             if time.monotonic() > asked_at + 1.0:
                 # Again: a service that has just died took the question with it.
                 asked_at = time.monotonic()

@@ -53,7 +53,7 @@ def whole(cache: Cache) -> None:
     engine.check()
     totals = engine.cache.slots.totals()
     planner = engine._planner
-    assert totals["owner_pins"] == planner.held == 0
+    assert totals["owner_pins"] == planner.loads.held == 0
     assert engine._index.num_writing == 0
     assert not planner.requests
     assert not cache._copies

@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.config import parse
 from kvtier.engine.engine import Engine
-from kvtier.engine.planner import HOLD_SECONDS
+from kvtier.engine.loads import HOLD_SECONDS
 from kvtier.engine.requests import COMING, GONE
 from kvtier.host.region import Region
 from kvtier.runtime import messages as m
@@ -85,7 +85,7 @@ class Clocked(Rig):
         self.step()
 
     def held(self) -> int:
-        return self.engine._planner.held
+        return self.engine._planner.loads.held
 
 
 @contextlib.contextmanager
@@ -217,10 +217,10 @@ def test_a_find_without_an_end_is_given_up_at_its_deadline() -> None:
         # News that come too late must not have others wait for its slots.
         one.notes.answers.append(found(find.job, present=[0]))
         one.after(0.1)
-        assert not one.engine._planner._line
+        assert not one.engine._planner.loads.line
         one.notes.answers.append(found(find.job, failed=[0], unused=find.slots, final=True))
         one.after(0.1)
-        assert not one.engine._planner.finds
+        assert not one.engine._planner.loads.finds
         one.engine.finish_request(context)
 
 

@@ -224,10 +224,10 @@ def test_a_tier_that_never_answers_gives_its_slots_back_at_the_end() -> None:
         tier.stubborn.add("load")
         tier.gates["load"].close()
         assert one.load(keys(1, 2)) == 0
-        one.until(lambda: all(find.ended for find in one.engine._planner.finds.values()))
-        assert one.engine._planner.lent == 2  # the hung call may still write into them
+        one.until(lambda: all(find.ended for find in one.engine._planner.loads.finds.values()))
+        assert one.engine._planner.loads.lent == 2  # the hung call may still write into them
         tier.gates["load"].open()
-        one.until(lambda: one.engine._planner.lent == 0)
+        one.until(lambda: one.engine._planner.loads.lent == 0)
         one.settle()
         assert one.load(keys(1, 2)) == 2
         one.settle()
@@ -374,21 +374,21 @@ def test_a_tier_that_refuses_is_not_asked_in_every_step() -> None:
         one.until(lambda: key(3) in tier.chunks)
         one.until(lambda: set(tier.chunks) == set(keys(1, 2, 3)))
         one.settle()
-        assert not one.engine._planner.tiers[0].refused
+        assert not one.engine._tiers[0].refused
 
 
 def test_refusals_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.engine import planner
+    from kvtier.engine import stores
 
-    monkeypatch.setattr(planner, "RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(planner, "MAX_RETRY_SECONDS", 0.002)
+    monkeypatch.setattr(stores, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(stores, "MAX_RETRY_SECONDS", 0.002)
     tier = Script("tier")
     with rig(slots=8, tiers=[scripted(tier)]) as one:
         tier.always["store"] = Outcome.DROPPED
         one.store(keys(1))
         one.until(lambda: one.value("kvtier_dropped_chunks_total", "tier", "refused") == 1)
         count = len(tier.calls)
-        assert len([call for call in tier.calls if call[0] == "store"]) == planner.MAX_TRIES
+        assert len([call for call in tier.calls if call[0] == "store"]) == stores.MAX_TRIES
         ends = time.monotonic() + 0.05
         one.until(lambda: time.monotonic() > ends)
         assert len(tier.calls) == count

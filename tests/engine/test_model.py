@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.engine import engine as engine_module
+from kvtier.engine import supervisor as supervisor_module
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.testing.faults import Script
 from kvtier.types import Lookup, Outcome, RequestContext
@@ -109,8 +109,8 @@ class World:
             "lookup_timeout_seconds": 0.04,
             "breaker": {"failures": 3, "open_seconds": 0.02},
         }
-        self._exit.enter_context(mock.patch.object(engine_module, "RESTART_SECONDS", 0.005))
-        self._exit.enter_context(mock.patch.object(engine_module, "MAX_RESTART_SECONDS", 0.02))
+        self._exit.enter_context(mock.patch.object(supervisor_module, "RESTART_SECONDS", 0.005))
+        self._exit.enter_context(mock.patch.object(supervisor_module, "MAX_RESTART_SECONDS", 0.02))
         self.one: Rig = self._exit.enter_context(rig(**(settings | config)))
         self.engine = self.one.engine
         self.epoch = 0
@@ -279,7 +279,7 @@ class World:
         """The service ends all by itself."""
         for i in range(len(self.scripts)):
             self.heal(i)  # a thread cannot be killed out of a call that hangs
-        carrier = self.engine._carrier
+        carrier = self.engine._supervisor.carrier
         assert isinstance(carrier, ThreadCarrier)
         service, loop = carrier._service, carrier._loop
         if service is not None and loop is not None:
@@ -298,10 +298,10 @@ class World:
         assert parts == index.capacity == SLOTS
         totals = engine.cache.slots.totals()
         pinned = sum(len(read.keys) for read in self.reads)
-        assert totals["owner_pins"] == pinned + planner.held
+        assert totals["owner_pins"] == pinned + planner.loads.held
         assert index.num_writing == sum(len(write.keys) for write in self.writes)
-        assert planner.held + planner.lent <= max(planner.hold_limit, 1)
-        for tier in planner.tiers:
+        assert planner.loads.held + planner.loads.lent <= max(planner.loads.hold_limit, 1)
+        for tier in engine._tiers:
             assert len(tier.backlog) <= SLOTS
             assert len(tier.refused) <= SLOTS
             assert tier.inflight_bytes <= 3 * CHUNK
@@ -315,10 +315,15 @@ class World:
         index, planner = engine._index, engine._planner
         totals = engine.cache.slots.totals()
         return (
-            engine._service_up  # one that is just starting again included
+            engine._supervisor.up  # one that is just starting again included
             and engine.idle
-            and not (planner.requests or planner.finds or planner.cascades or planner.out)
-            and (planner.held, planner.lent, index.num_orphans) == (0, 0, 0)
+            and not (
+                planner.requests
+                or planner.loads.finds
+                or planner.stores.cascades
+                or planner.state.out
+            )
+            and (planner.loads.held, planner.loads.lent, index.num_orphans) == (0, 0, 0)
             and (totals["owner_pins"], totals["service_pins"], totals["writing"]) == (0, 0, 0)
             and index.num_free + index.num_ready == SLOTS
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.engine import engine as engine_module
+from kvtier.engine import supervisor as supervisor_module
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import sweep
 from kvtier.runtime import process as process_module
@@ -65,7 +65,7 @@ class Gates:
 def running(folder: Path, **config: Any) -> Iterator[tuple[Rig, ProcessCarrier]]:
     tier = gated(folder, **config.pop("tier", {}))
     with rig(slots=8, tiers=[tier], isolation="process", **config) as one:
-        carrier = one.engine._carrier
+        carrier = one.engine._supervisor.carrier
         assert isinstance(carrier, ProcessCarrier)
         yield one, carrier
 
@@ -109,7 +109,7 @@ def gates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Gates]:
 @pytest.mark.parametrize("point", ["idle", "exists", "load", "store", "opening"])
 def test_killed_at(point: str, gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its jobs end as failed, exactly its pins and slots come back, another one takes over."""
-    monkeypatch.setattr(engine_module, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor_module, "RESTART_SECONDS", 0.05)
     with running(gates.folder, lookup_timeout_seconds=5.0) as (one, carrier):
         one.store(keys(1, 2, 3))
         one.settle()
@@ -132,14 +132,14 @@ def test_killed_at(point: str, gates: Gates, monkeypatch: pytest.MonkeyPatch) ->
         if point not in ("idle", "opening"):
             one.until(lambda: gates.reached(point))
         if point == "load":
-            assert one.engine._planner.lent == 3
+            assert one.engine._planner.loads.lent == 3
         if point == "store":
             assert one.engine.cache.slots.totals()["service_pins"] == 2
         if point == "opening":  # the second one is killed while it starts
             gates.close("open")
         os.kill(first, signal.SIGKILL)
         started = time.monotonic()
-        one.until(lambda: not one.engine._service_up)
+        one.until(lambda: not one.engine._supervisor.up)
         if point in ("exists", "load"):
             assert one.engine.lookup_batch(keys(1, 2, 3), reader) == (0, Lookup.MISS)
         assert time.monotonic() - started < 2
@@ -244,9 +244,9 @@ def test_a_reset_that_meets_a_full_socket_is_not_lost(
         assert sent[0].namespace == one.engine.namespace
         # The same while there is no service at all.
         os.kill(carrier.pid, signal.SIGKILL)
-        one.until(lambda: not one.engine._service_up)
+        one.until(lambda: not one.engine._supervisor.up)
         one.engine.reset()
-        one.until(lambda: one.engine._service_up and not one.engine._planner.reset_pending)
+        one.until(lambda: one.engine._supervisor.up and not one.engine._planner.reset_pending)
         one.store(keys(1))
         one.settle()
 
@@ -354,7 +354,7 @@ def test_configuration_error_inside_the_child(gates: Gates) -> None:
 
 def test_a_process_that_cannot_be_made(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model server starts without its tiers, and gets them when it can."""
-    monkeypatch.setattr(engine_module, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor_module, "RESTART_SECONDS", 0.05)
     popen = subprocess.Popen
 
     def fails(*args: Any, **more: Any) -> Any:
@@ -365,7 +365,7 @@ def test_a_process_that_cannot_be_made(gates: Gates, monkeypatch: pytest.MonkeyP
         assert one.store(keys(1)) == keys(1)
         assert one.load(keys(1)) == 1
         monkeypatch.setattr(process_module.subprocess, "Popen", popen)
-        one.until(lambda: one.engine._service_up)
+        one.until(lambda: one.engine._supervisor.up)
         one.settle()
 
 

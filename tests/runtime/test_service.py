@@ -16,7 +16,7 @@ import uvloop
 
 from kvtier._core.layout import crc32c
 from kvtier.config import parse
-from kvtier.engine import engine as engine_module
+from kvtier.engine import supervisor as supervisor_module
 from kvtier.errors import ConfigError, TierLostError
 from kvtier.host.region import Region
 from kvtier.runtime import lane as lane_module
@@ -102,7 +102,7 @@ def test_what_tiers_met_while_closing_is_told(kind: type, monkeypatch: pytest.Mo
 
 def test_a_service_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is noticed at once, not after the whole time that a start may take; and tried again."""
-    monkeypatch.setattr(engine_module, "RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor_module, "RESTART_SECONDS", 0.01)
 
     def broken(self: Memory, region: Region) -> None:
         raise OSError(12, "no memory")
@@ -116,7 +116,7 @@ def test_a_service_that_ends_while_it_starts(monkeypatch: pytest.MonkeyPatch) ->
         assert one.store(keys(1)) == keys(1)
         assert one.load(keys(1)) == 1
         monkeypatch.setattr(Memory, "__init__", init)
-        one.until(lambda: one.engine._service_up and one.value("kvtier_tier_up", "tier") == 1)
+        one.until(lambda: one.engine._supervisor.up and one.value("kvtier_tier_up", "tier") == 1)
         one.settle()
 
 
@@ -124,18 +124,18 @@ def test_a_crash_loop_of_a_night(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause between two starts is bounded, and so is what computes it."""
     script = Script("tier")
     with rig(slots=4, tiers=[scripted(script)]) as one:
-        one.engine._restarts = 5000
+        one.engine._supervisor.restarts = 5000
         one.engine._now = time.monotonic()
-        carrier = one.engine._carrier
+        carrier = one.engine._supervisor.carrier
         assert isinstance(carrier, ThreadCarrier)
         assert carrier._loop is not None
         carrier._loop.call_soon_threadsafe(carrier._service.deliver, None)
-        one.until(lambda: not one.engine._service_up)
-        assert one.engine._restart_at is not None
-        left = one.engine._restart_at - time.monotonic()
-        assert 25 < left <= engine_module.MAX_RESTART_SECONDS
-        one.engine._restart_at = time.monotonic()
-        one.until(lambda: one.engine._service_up)
+        one.until(lambda: not one.engine._supervisor.up)
+        assert one.engine._supervisor.restart_at is not None
+        left = one.engine._supervisor.restart_at - time.monotonic()
+        assert 25 < left <= supervisor_module.MAX_RESTART_SECONDS
+        one.engine._supervisor.restart_at = time.monotonic()
+        one.until(lambda: one.engine._supervisor.up)
         one.settle()
 
 

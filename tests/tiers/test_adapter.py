@@ -332,7 +332,7 @@ def test_what_was_not_written_is_never_ready(lie: str, known: bool) -> None:
         one.settle()
         one.engine.reset()  # of host memory alone
         one.settle()
-        tier = one.engine._carrier._service._lanes[0].tier
+        tier = one.engine._supervisor.carrier._service._lanes[0].tier
         if not known:
             tier._crcs.clear()
         manager = Cued.made[-1]

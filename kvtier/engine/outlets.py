@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine tells the world: metrics, events, health, and the places where they are read.
+
+Owns the registry, the event bus and, while open, the metrics endpoint and the event publisher.
+Called by the owner's thread; ``health`` by the endpoint's, which reads only what is replaced as a
+whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier._core.index import Index
+from kvtier.config import Config
+from kvtier.engine.planner import Planner
+from kvtier.engine.state import TierState
+from kvtier.obs.events import Event, EventBus, Operation
+from kvtier.obs.http import HttpEndpoint, HttpThread, TierHealth
+from kvtier.obs.metrics import METRICS, Recorder, Registry, Sample
+from kvtier.obs.publisher import Publisher
+from kvtier.runtime import messages as m
+from kvtier.types import Geometry, Outcome, key_group
+
+_samples = msgspec.msgpack.Decoder(list[Sample])
+_events = msgspec.msgpack.Decoder(list[Event])
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters since the start; the same numbers as in the metrics."""
+
+    host_hits: int
+    host_misses: int
+    tier_hits: dict[str, int]
+    loaded_bytes: dict[str, int]
+    stored_bytes: dict[str, int]
+    evicted: int
+    evicted_unsaved: int
+    failures: dict[str, int]
+    """Chunks by cause."""
+
+
+class Outlets:
+    """Metrics and events of one engine.
+
+    Parameters
+    ----------
+    config : Config
+    geometry : Geometry
+    recorder : Recorder
+        Of the owner's thread.
+    epoch : str
+        Of the namespace.
+    """
+
+    def __init__(self, config: Config, geometry: Geometry, recorder: Recorder, epoch: str) -> None:
+        self.registry = Registry(METRICS)
+        self.events = EventBus(epoch=epoch)
+        self.tiers: Sequence[TierState] = ()
+        """Set once, by the engine, when it knows them."""
+        self._config = config
+        self._slot_bytes = geometry.slot_bytes
+        self._payload_bytes = geometry.payload_bytes
+        self._recorder = recorder
+        self._http: HttpThread | None = None
+        self._publisher: Publisher | None = None
+
+    def open(self) -> None:
+        """Open the endpoint and the event stream, where they are asked for."""
+        metrics, events = self._config.metrics, self._config.events
+        if events.endpoint is not None:
+            publisher = Publisher(self.events, events)
+            publisher.open()
+            self._publisher = publisher
+        if metrics.port is not None:
+            http = HttpThread(
+                HttpEndpoint(self.registry.render, self.health, metrics.host, metrics.port)
+            )
+            http.open()
+            self._http = http
+
+    def close(self) -> None:
+        """Close both. Idempotent."""
+        http, self._http = self._http, None
+        publisher, self._publisher = self._publisher, None
+        if http is not None:
+            http.close()
+        if publisher is not None:
+            publisher.close()
+
+    def health(self) -> list[TierHealth]:
+        """State of each tier."""
+        states = [TierHealth("host", "up")]
+        for tier in self.tiers:
+            if tier.readable and tier.writable:
+                states.append(TierHealth(tier.name, "up"))
+            elif tier.readable or tier.writable:
+                states.append(TierHealth(tier.name, "degraded", tier.cause))
+            else:
+                states.append(TierHealth(tier.name, "down", tier.cause or "the service is down"))
+        return states
+
+    # --- from the service ---
+
+    def take(self, message: m.Samples | m.Events) -> None:
+        """What the service has counted, or what its tiers did by themselves."""
+        if isinstance(message, m.Samples):
+            self.registry.apply(_samples.decode(message.data), source="service")
+        else:
+            self.events.emit_many(_events.decode(message.data))
+
+    # --- from the engine ---
+
+    def emit(
+        self,
+        operation: Operation,
+        keys: Sequence[bytes],
+        source: str | None,
+        destination: str | None,
+    ) -> None:
+        """Tell of `keys`; counted, and made into events only if anybody listens."""
+        self._recorder.add("kvtier_events_total", len(keys) or 1, (operation,))
+        if not self.events.active:
+            return
+        changed = destination if operation == "stored" else source
+        medium, locality = "CPU", "LOCAL"
+        for tier in self.tiers:
+            if tier.name == changed:
+                medium, locality = tier.medium, tier.locality
+        if operation == "cleared":
+            self.events.emit(
+                Event(operation, source=source or "", medium=medium, locality=locality)
+            )
+            return
+        for key in keys:
+            group = key_group(key)
+            self.events.emit(
+                Event(
+                    operation,
+                    key,
+                    group,
+                    source or "",
+                    destination or "",
+                    locality,
+                    medium,
+                    self._payload_bytes[group],
+                )
+            )
+
+    def publish(self, index: Index, planner: Planner) -> None:
+        """Bring the registry up to date."""
+        recorder, slot_bytes = self._recorder, self._slot_bytes
+        recorder.set("kvtier_host_capacity_bytes", index.capacity * slot_bytes)
+        recorder.set("kvtier_host_slots", index.num_free, ("free",))
+        recorder.set("kvtier_host_slots", index.num_writing, ("writing",))
+        recorder.set("kvtier_host_slots", index.num_ready, ("ready",))
+        if index.capacity:
+            recorder.set("kvtier_host_fill_ratio", index.num_ready / index.capacity)
+        ready_bytes = index.num_ready * slot_bytes
+        if ready_bytes:
+            recorder.set("kvtier_host_padding_ratio", 1 - index.ready_bytes / ready_bytes)
+        loads = planner.loads
+        recorder.set("kvtier_held_chunks", loads.held)
+        recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * slot_bytes)
+        for tier in self.tiers:
+            recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
+        self.registry.apply(recorder.take(), source="owner")
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, as of the last ``publish``."""
+        value = self.registry.value
+        names = [tier.name for tier in self.tiers]
+        return EngineStats(
+            host_hits=_int(value("kvtier_lookup_chunks_total", ("host", "hit"))),
+            host_misses=_int(value("kvtier_lookup_chunks_total", ("host", "miss"))),
+            tier_hits={
+                name: _int(value("kvtier_lookup_chunks_total", (name, "hit"))) for name in names
+            },
+            loaded_bytes={
+                name: _int(value("kvtier_transfer_bytes_total", (name, "load"))) for name in names
+            },
+            stored_bytes={
+                name: _int(value("kvtier_transfer_bytes_total", (name, "store"))) for name in names
+            },
+            evicted=_int(value("kvtier_evicted_total")),
+            evicted_unsaved=_int(value("kvtier_evicted_unsaved_total")),
+            failures=self._failures(),
+        )
+
+    def _failures(self) -> dict[str, int]:
+        causes: dict[str, int] = {}
+        for (_, _, outcome), count in self.registry.series("kvtier_chunks_total").items():
+            if Outcome[outcome.upper()].failed:
+                causes[outcome] = causes.get(outcome, 0) + int(count)
+        return causes
+
+
+def _int(value: float | None) -> int:
+    return 0 if value is None or math.isnan(value) else int(value)
