@@ -7,21 +7,37 @@ Stores and loads chunks of 64 KiB, 512 KiB and 2 MiB, checksums on, and asks for
 16,384 keys, half of which are there. Every load is compared byte for byte. Files are synced and
 dropped from the page cache before they are read. Needs fio. Not on tmpfs, whose figures say nothing
 about a disk, unless ``--tmpfs-ok``.
+
+Both tiers do the same work in each round: new directories, new files, as many and as large, no
+fsync, their threads by default. fio moves as many bytes in requests of the same size on the same
+filesystem, at the best of three queue depths. Two of its figures stand beside a store:
+
+- *fio, new file*: blocks that were never written, in a file that was preallocated. That is what a
+  store does, and what its target refers to.
+- *fio, same file*: the same blocks over and over. On thin-provisioned disks and in new extents this
+  is twice as fast, and out of reach for whoever keeps new data in new files.
+
+Nothing is deleted before the end, and the directories of a run lie apart from those of the last one
+where the filesystem can do that: ext4 without a journal passes over inodes that were freed in the
+last five minutes one by one, which made creating a file up to ten times slower after a clean-up.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,22 +52,33 @@ SIZES = {"64KiB": 64 << 10, "512KiB": 512 << 10, "2MiB": 2 << 20}
 JOB_CHUNKS = 16
 PRESENCE_KEYS = 16_384
 DEPTHS = (8, 16, 32)
+FIO = {"new file": "write", "same file": "write", "read": "read"}
+"""References, and what fio calls their direction. Reads follow the overwriting of the same file."""
 
 
 class Subject:
     """The file tier over `count` slots of `size` bytes, each with its own content."""
 
-    def __init__(self, root: str, size: int, count: int, threads: int) -> None:
+    def __init__(self, size: int, count: int, threads: dict[str, int]) -> None:
         self.size = size
         self.arena = Arena(count, size)
         self.content = np.random.default_rng(1).integers(0, 256, (count, size), dtype=np.uint8)
-        env = make_env(sizes=(size,), num_slots=count, definitions=FsTier.metric_definitions())
-        options = FsOptions(
-            root_dir=root, read_threads=threads, write_threads=threads, min_free_ratio=0.0
+        self._env = make_env(
+            sizes=(size,), num_slots=count, definitions=FsTier.metric_definitions()
         )
-        self.tier = FsTier("fs", options, env)
+        self._threads = threads
         self.rows = self.arena.rows
-        self.rows[:] = self.content
+
+    @contextlib.asynccontextmanager
+    async def opened(self, root: str) -> AsyncIterator[None]:
+        """A tier on a directory that is new."""
+        options = FsOptions(root_dir=root, min_free_ratio=0.0, **self._threads)
+        self.tier = FsTier("fs", options, self._env)
+        await self.tier.open()
+        try:
+            yield
+        finally:
+            await self.tier.aclose(time.monotonic() + 10)
 
     async def move(self, keys: Sequence[bytes], *, load: bool) -> float:
         """Seconds for all keys, in jobs that run at the same time; bytes are checked after."""
@@ -59,8 +86,7 @@ class Subject:
         for i, key in enumerate(keys):
             slot = self.arena.slot(i, key, self.size)
             slots.append(slot)
-        if not load:
-            self.rows[:] = self.content
+        self.rows[:] = 0 if load else self.content
         call = self.tier.load if load else self.tier.store
         start = time.perf_counter()
         results = await asyncio.gather(
@@ -84,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", action="store_true", help="also run vLLM's own file tier")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--total-mib", type=int, default=128, help="bytes of one round")
-    parser.add_argument("--threads", type=int, default=16, help="of each pool, the peer's too")
+    parser.add_argument("--threads", type=int, help="of each pool, the peer's too")
     parser.add_argument("--only", default=None, help="one size, or 'presence'")
     parser.add_argument("--tmpfs-ok", action="store_true")
     args = parser.parse_args(argv)
@@ -97,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--tmpfs-ok if that is what you want to see"
         )
     folder = tempfile.mkdtemp(prefix="kvtier-fs-", dir=base)
+    spread(folder)
     cases: list[Case] = []
     try:
         for name, size in SIZES.items():
@@ -112,79 +139,67 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def transfers(name: str, size: int, folder: str, args: argparse.Namespace) -> list[Case]:
     """Store and load of one size beside fio and the peer, in turns."""
     count = max(JOB_CHUNKS, (args.total_mib << 20) // size)
-    root = os.path.join(folder, "kvtier")
-    peer_root = os.path.join(folder, "peer")
-    subject = Subject(root, size, count, args.threads)
-    peer = peer_rows = None
-    if args.peer:
-        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
-
-        peer_rows = Arena(count, size).rows
-        peer = VllmFs(peer_root, peer_rows, args.threads)
+    threads = {}
+    if args.threads:
+        threads = {"read_threads": args.threads, "write_threads": args.threads}
+    subject = Subject(size, count, threads)
+    peer_rows = Arena(count, size).rows if args.peer else None
     times: dict[str, list[float]] = {}
 
     def note(what: str, seconds: float) -> None:
         times.setdefault(what, []).append(seconds)
 
-    depths = {rw: best_depth(rw, size, count, folder) for rw in ("write", "read")}
-    await subject.tier.open()
-    try:
-        for number in range(args.rounds):
-            chunk_keys = keys(count, number)
+    depths = {what: best_depth(what, size, count, folder) for what in FIO}
 
-            async def ours(chunk_keys: Sequence[bytes] = chunk_keys) -> None:
-                note("store", await subject.move(chunk_keys, load=False))
-                drop_cache(root)
-                note("load", await subject.move(chunk_keys, load=True))
+    async def ours(chunk_keys: Sequence[bytes], root: str) -> None:
+        async with subject.opened(root):
+            note("store", await subject.move(chunk_keys, load=False))
+            drop_cache(root)
+            note("load", await subject.move(chunk_keys, load=True))
 
-            def theirs(chunk_keys: Sequence[bytes] = chunk_keys) -> None:
-                assert peer is not None
-                assert peer_rows is not None
-                peer_rows[:] = subject.content
-                note("peer store", timed(lambda: peer.store(chunk_keys, JOB_CHUNKS)))
-                drop_cache(peer_root)
-                peer_rows[:] = 0
-                note("peer load", timed(lambda: peer.load(chunk_keys, JOB_CHUNKS)))
-                if not np.array_equal(peer_rows, subject.content):
-                    raise SystemExit("benchmarks.fs: the peer returned other bytes")
+    def theirs(chunk_keys: Sequence[bytes], root: str) -> None:
+        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
 
-            def raw() -> None:
-                for rw in ("write", "read"):
-                    note(f"fio {rw}", fio(rw, size, count, folder, depths[rw]))
-
-            if number % 2:
-                raw()
-            if peer is not None and number % 2:
-                theirs()
-            await ours()
-            if peer is not None and not number % 2:
-                theirs()
-            if not number % 2:
-                raw()
-            # Files of one round do not stand in the way of the next.
-            shutil.rmtree(subject.tier.path, ignore_errors=True)
-            os.makedirs(subject.tier.path, exist_ok=True)
-            await reopen(subject)
-            shutil.rmtree(peer_root, ignore_errors=True)
-    finally:
-        await subject.tier.aclose(time.monotonic() + 10)
-        if peer is not None:
+        assert peer_rows is not None
+        peer = VllmFs(root, peer_rows, args.threads)
+        try:
+            peer_rows[:] = subject.content
+            note("peer store", timed(lambda: peer.store(chunk_keys, JOB_CHUNKS)))
+            drop_cache(root)
+            peer_rows[:] = 0
+            note("peer load", timed(lambda: peer.load(chunk_keys, JOB_CHUNKS)))
+        finally:
             peer.close()
+        if not np.array_equal(peer_rows, subject.content):
+            raise SystemExit("benchmarks.fs: the peer returned other bytes")
+
+    for number in range(args.rounds):
+        chunk_keys = keys(count, number)
+        if number % 2:
+            raw(note, depths, size, count, folder)
+        if args.peer and number % 2:
+            theirs(chunk_keys, os.path.join(folder, f"peer-{name}-{number}"))
+        await ours(chunk_keys, os.path.join(folder, f"kvtier-{name}-{number}"))
+        if args.peer and not number % 2:
+            theirs(chunk_keys, os.path.join(folder, f"peer-{name}-{number}"))
+        if not number % 2:
+            raw(note, depths, size, count, folder)
     gigabytes = size * count / 1e9
     cases = []
-    for what, rw in (("store", "write"), ("load", "read")):
-        target = None if size == SIZES["64KiB"] else 0.9
+    for what, reference in (("store", "new file"), ("store", "same file"), ("load", "read")):
+        target = None if size == SIZES["64KiB"] or reference == "same file" else 0.9
         cases.append(
             harness.rate_case(
                 f"{what} {name}",
                 gigabytes,
                 "GB/s",
-                f"fio depth {depths[rw]}",
-                Pairs(tuple(times[what]), tuple(times[f"fio {rw}"])),
+                f"fio {reference}, depth {depths[reference]}",
+                Pairs(tuple(times[what]), tuple(times[reference])),
                 target=target,
             )
         )
-        if peer is not None:
+    for what in ("store", "load"):
+        if args.peer:
             target = 1.5 if (size, what) == (SIZES["64KiB"], "load") else 1.0
             cases.append(
                 harness.rate_case(
@@ -197,14 +212,6 @@ async def transfers(name: str, size: int, folder: str, args: argparse.Namespace)
                 )
             )
     return cases
-
-
-async def reopen(subject: Subject) -> None:
-    """A fresh tier on the emptied directory."""
-    old = subject.tier
-    await old.aclose(time.monotonic() + 10)
-    subject.tier = FsTier("fs", old.options, old.env)
-    await subject.tier.open()
 
 
 async def presence(folder: str, args: argparse.Namespace) -> list[Case]:
@@ -223,7 +230,7 @@ async def presence(folder: str, args: argparse.Namespace) -> list[Case]:
     if args.peer:
         from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
 
-        peer = VllmFs(peer_root, Arena(1, 4096).rows, args.threads)
+        peer = VllmFs(peer_root, Arena(1, 4096).rows)
     ours: list[float] = []
     reference: list[float] = []
     try:
@@ -282,25 +289,45 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def best_depth(rw: str, size: int, count: int, folder: str) -> int:
-    """Queue depth at which fio is fastest here."""
-    if rw == "read":
-        fio("write", size, count, folder, DEPTHS[0])
-    return min(DEPTHS, key=lambda depth: fio(rw, size, count, folder, depth))
+def raw(
+    note: Callable[[str, float], None],
+    depths: dict[str, int],
+    size: int,
+    count: int,
+    folder: str,
+) -> None:
+    """One run of fio for each reference."""
+    for what, depth in depths.items():
+        note(what, fio(what, size, count, folder, depth))
 
 
-def fio(rw: str, size: int, count: int, folder: str, depth: int) -> float:
+def best_depth(what: str, size: int, count: int, folder: str) -> int:
+    """Queue depth at which fio is fastest here, of two runs each."""
+    if what != "new file":
+        fio("same file", size, count, folder, DEPTHS[0])  # lays the file out
+    return min(
+        DEPTHS,
+        key=lambda depth: min(fio(what, size, count, folder, depth) for _ in range(2)),
+    )
+
+
+def fio(what: str, size: int, count: int, folder: str, depth: int) -> float:
     """Seconds that raw direct I/O takes for the same bytes: one file, `depth` requests at once."""
+    name = "raw"
+    if what == "new file":
+        name = f"raw-{len(os.listdir(folder))}"
     done = subprocess.run(
         [
             "fio",
             "--name=raw",
-            f"--filename={folder}/raw",
-            f"--rw={rw}",
+            f"--filename={folder}/{name}",
+            f"--rw={FIO[what]}",
             f"--bs={size}",
             f"--size={size * count}",
             "--direct=1",
             "--ioengine=libaio",
+            # Without it each write of a new file extends it, and waits for the one before.
+            "--fallocate=native",
             f"--iodepth={depth}",
             "--output-format=json",
         ],
@@ -308,8 +335,21 @@ def fio(rw: str, size: int, count: int, folder: str, depth: int) -> float:
         check=True,
         timeout=120,
     )
-    job = json.loads(done.stdout)["jobs"][0][rw]
+    job = json.loads(done.stdout)["jobs"][0][FIO[what]]
     return float(size * count / job["bw_bytes"])
+
+
+def spread(folder: str) -> None:
+    """Have the filesystem place the directories in `folder` far from each other, if it can."""
+    get_flags, set_flags, top_of_hierarchy = 0x80086601, 0x40086602, 0x00020000
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        (flags,) = struct.unpack("l", fcntl.ioctl(fd, get_flags, bytes(8)))
+        fcntl.ioctl(fd, set_flags, struct.pack("l", flags | top_of_hierarchy))
+    except OSError as exc:
+        print(f"benchmarks.fs: directories stay close together: {exc}", file=sys.stderr)
+    finally:
+        os.close(fd)
 
 
 def drop_cache(root: str) -> None:

@@ -21,11 +21,11 @@ class VllmFs:
     root : str
     chunks : numpy.ndarray
         uint8, one chunk a row.
-    threads : int
-        Read threads, and as many write threads.
+    threads : int, optional
+        Read threads, and as many write threads (all of them do either); its default if None.
     """
 
-    def __init__(self, root: str, chunks: np.ndarray[Any, Any], threads: int) -> None:
+    def __init__(self, root: str, chunks: np.ndarray[Any, Any], threads: int | None = None) -> None:
         # lazy: the benchmark runs without vLLM when no peer is asked for
         from vllm.v1.kv_offload import base, config
         from vllm.v1.kv_offload.tiering import base as tiering
@@ -61,8 +61,7 @@ class VllmFs:
             memoryview(chunks),
             "fs",
             root,
-            n_read_threads=threads,
-            n_write_threads=threads,
+            **({} if threads is None else {"n_read_threads": threads, "n_write_threads": threads}),
         )
         self._jobs = 0
         self._requests = 0

@@ -31,7 +31,7 @@
 #define KV_PAGE 4096
 #define KV_KEY_MAX 40
 #define KV_TAG_MAX 96
-#define KV_PATH_MAX 128 /* 93 at most */
+#define KV_PATH_MAX 128 /* 90 at most */
 #define KV_TEMP_MAX 256
 #define KV_MAGIC "KVTIERF\n"
 #define KV_VERSION 1u
@@ -181,20 +181,16 @@ static int64_t kv_span(int64_t length)
     return (length + KV_PAGE - 1) / KV_PAGE * KV_PAGE;
 }
 
-/* Path of a key below the namespace's directory: "ab/cd/<hash>_<group>.kv". */
+/* Path of a key below the namespace's directory: "ab/<hash>_<group>.kv". */
 static int kv_path(const struct kv_item *it, char *out)
 {
     static const char digits[] = "0123456789abcdef";
-    int hash = it->key_len - 4, at = 6;
+    int hash = it->key_len - 4, at = 3;
     uint32_t group = (uint32_t)it->key[hash] << 24 | (uint32_t)it->key[hash + 1] << 16
                    | (uint32_t)it->key[hash + 2] << 8 | it->key[hash + 3];
-    uint8_t first = it->key[0], second = hash > 1 ? it->key[1] : 0;
-    out[0] = digits[first >> 4];
-    out[1] = digits[first & 15];
+    out[0] = digits[it->key[0] >> 4];
+    out[1] = digits[it->key[0] & 15];
     out[2] = '/';
-    out[3] = digits[second >> 4];
-    out[4] = digits[second & 15];
-    out[5] = '/';
     for (int i = 0; i < hash; i++) {
         out[at++] = digits[it->key[i] >> 4];
         out[at++] = digits[it->key[i] & 15];
@@ -318,7 +314,7 @@ static int kv_check(const struct kv_dir *d, const struct kv_item *it, const stru
     return 0;
 }
 
-/* A new file under a temporary name; makes the two directories above it when they are not there. */
+/* A new file under a temporary name; makes the directory above it when it is not there. */
 static int kv_create(struct kv_dir *d, const char *path, char *temporary)
 {
     int direct = d->direct ? O_DIRECT : 0;
@@ -329,14 +325,10 @@ static int kv_create(struct kv_dir *d, const char *path, char *temporary)
         if (fd >= 0)
             return fd;
         if (errno == ENOENT) {
-            char upper[4] = {path[0], path[1], 0, 0}, leaf[8];
-            memcpy(leaf, path, 5);
-            leaf[5] = 0;
+            char leaf[3] = {path[0], path[1], 0};
             if (!kv_pass(d, KV_MKDIR, NULL, NULL))
                 return -1;
-            if (mkdirat(d->fd, upper, d->dir_mode) != 0 && errno != EEXIST)
-                return -1;
-            if (mkdirat(d->fd, leaf, d->dir_mode) != 0 && errno != EEXIST && errno != ENOENT)
+            if (mkdirat(d->fd, leaf, d->dir_mode) != 0 && errno != EEXIST)
                 return -1;
         } else if (errno == EINVAL && direct) {
             direct = 0;
@@ -374,10 +366,8 @@ static int kv_publish(struct kv_dir *d, struct kv_item *it, const char *temporar
 /* The name itself survives a power failure only when its directory is synced too. */
 static int kv_sync_parent(struct kv_dir *d, const char *path)
 {
-    char leaf[8];
+    char leaf[3] = {path[0], path[1], 0};
     int error = 0;
-    memcpy(leaf, path, 5);
-    leaf[5] = 0;
     int fd = kv_openat(d, leaf, O_RDONLY | O_DIRECTORY, 0);
     if (fd < 0)
         return errno;

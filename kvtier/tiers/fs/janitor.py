@@ -280,15 +280,9 @@ class Janitor:
         for namespace in self._list("."):
             if not namespace[1] or not naming.is_namespace_directory(namespace[0]):
                 continue
-            for upper in self._list(namespace[0]):
-                if not upper[1] or len(upper[0]) != 2:
-                    continue
-                for lower in self._list(f"{namespace[0]}/{upper[0]}"):
-                    if lower[1]:
-                        yield (
-                            f"{namespace[0]}/{upper[0]}/{lower[0]}",
-                            namespace[0] == self._directory,
-                        )
+            for leaf in self._list(namespace[0]):
+                if leaf[1] and len(leaf[0]) == 2:
+                    yield f"{namespace[0]}/{leaf[0]}", namespace[0] == self._directory
 
     def _list(self, path: str) -> list[tuple[str, bool, int, int, int, int]]:
         assert self._root is not None

@@ -5,9 +5,13 @@ Owns no state. Layout below the root::
 
     <model>-<first 12 hex digits of the namespace digest>/   kvtier.namespace.directory_name
         namespace.json
-        ab/cd/<hash>_<group>.kv                          a whole chunk
-        ab/cd/<hash>_<group>.kv.<owner>.<counter>.tmp    one being written
-        ab/cd/<hash>_<group>.kv.bad                      one found corrupt
+        ab/<hash>_<group>.kv                             a whole chunk
+        ab/<hash>_<group>.kv.<owner>.<counter>.tmp       one being written
+        ab/<hash>_<group>.kv.bad                         one found corrupt
+
+One level of 256 directories, named by the hash's first byte: a directory costs as much to make as a
+file, and with two levels nearly every chunk of a new namespace makes one of its own. Filesystems
+index large directories; ten million chunks are 40,000 names in each.
 
 An owner is ``<host>-<pid>-<start time>-<instance>``: host is a digest of boot id and pid namespace,
 so a process number is only ever looked up where it means something; the start time tells a process
@@ -96,8 +100,7 @@ def is_namespace_directory(name: str) -> bool:
 def chunk_path(key: bytes) -> str:
     """Path of a chunk below its namespace's directory (the same as in ``fileio.h``)."""
     digits = key_hash(key).hex()
-    padded = digits.ljust(4, "0")
-    return f"{padded[:2]}/{padded[2:4]}/{digits}_{key_group(key)}.kv"
+    return f"{digits[:2]}/{digits}_{key_group(key)}.kv"
 
 
 def chunk_key(name: str) -> bytes | None:

@@ -25,7 +25,7 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     root_dir: str
     """Directory of all namespaces; made when it is not there. May be shared by many instances."""
-    read_threads: Threads = 16
+    read_threads: Threads = 32
     write_threads: Threads = 16
     direct: Literal["auto", "on", "off"] = "auto"
     """O_DIRECT: when the directory proves to support it, always (refuse otherwise), or never."""

@@ -4,8 +4,10 @@
 Job: carry batches of system calls off the loop. Owns its threads. `Pool.run` is called on the loop;
 steps run in the threads. Invariants: a call of `run` returns, normally or cancelled, only when no
 thread works on its batch any more; a thread that hangs in a system call never holds up work that
-another thread could do; after each step a batch goes to the end of the queue, so a large one does
-not hold up a small one.
+another thread could do; a batch goes to the end of the queue whenever a thread has taken a part of
+it, so a large one does not hold up a small one. Several threads help with one batch only when the
+others in the queue have a thread each: every turn costs a thread the GIL, so a burst of batches is
+best served by one thread for each of them, and a single batch by as many as it is worth.
 """
 
 from __future__ import annotations
@@ -52,15 +54,26 @@ class End(enum.Enum):
 
 
 class _Job:
-    __slots__ = ("active", "done", "end", "error", "future", "step", "stopped_at", "work")
+    __slots__ = (
+        "active", "done", "end", "error", "future", "queued", "step", "stopped_at", "urgent",
+        "width", "work",
+    )  # fmt: skip
 
     def __init__(
-        self, work: Work, step: Callable[[], object], future: asyncio.Future[None]
+        self,
+        work: Work,
+        step: Callable[[], object],
+        future: asyncio.Future[None],
+        width: int = 1,
+        urgent: bool = False,
     ) -> None:
         self.work = work
         self.step = step
         self.future = future
+        self.width = width
+        self.urgent = urgent
         self.active = 0
+        self.queued = False
         self.done = False
         self.end = End.COMPLETE
         self.stopped_at: float | None = None
@@ -160,8 +173,8 @@ class Pool:
             `step` raised.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(work, step, loop.create_future())
-        if self.stuck == self.size or not self._add(job, min(width, self.size), urgent):
+        job = _Job(work, step, loop.create_future(), min(width, self.size), urgent)
+        if self.stuck == self.size or not self._add(job):
             return End.REFUSED
         timer = loop.call_later(max(0.0, seconds), self._stop, job, End.TIMEOUT)
         cancelled: asyncio.CancelledError | None = None
@@ -199,8 +212,9 @@ class Pool:
             work,
             lambda: results.append(function()) if work.take() else None,
             asyncio.get_running_loop().create_future(),
+            urgent=True,
         )
-        if not self._add(job, 1, urgent=True):
+        if not self._add(job):
             raise TierLostError(f"{self.name} takes no more work")
         try:
             await asyncio.wait((job.future,), timeout=max(0.0, seconds))
@@ -212,19 +226,24 @@ class Pool:
             raise TimeoutError(f"{self.name}: no answer within {seconds:g} seconds")
         return results[0]
 
-    def _add(self, job: _Job, copies: int, urgent: bool) -> bool:
+    def _add(self, job: _Job) -> bool:
         with self._lock:
             if self._closing:
                 raise ClosedError(f"{self.name} is closed")
             if len(self._jobs) >= MAX_JOBS:
                 return False
             self._jobs.add(job)
-            if urgent:
-                self._queue.extendleft([job] * copies)
-            else:
-                self._queue.extend([job] * copies)
-            self._lock.notify(copies)
+            self._enqueue(job, job.urgent)
+            self._lock.notify()
         return True
+
+    def _enqueue(self, job: _Job, urgent: bool) -> None:
+        """Let (another) thread take parts of a job. Under the lock; the caller wakes a thread."""
+        job.queued = True
+        if urgent:
+            self._queue.appendleft(job)
+        else:
+            self._queue.append(job)
 
     def _stop(self, job: _Job, end: End) -> None:
         """Take no more parts of a job. On the loop."""
@@ -257,11 +276,16 @@ class Pool:
                 if not self._queue:
                     break
                 job = self._queue.popleft()
+                job.queued = False
                 if job.work.exhausted:
                     self._finish_if_idle(job)
                     continue
                 job.active += 1
                 self._busy[index] = job
+                if job.active < job.width:
+                    # Each thread wakes the next one, so that none waits for a long row of wake-ups.
+                    self._enqueue(job, job.urgent)
+                    self._lock.notify()
             try:
                 job.step()
             except BaseException as exc:  # noqa: BLE001 - handed to the waiter by `run`
@@ -272,9 +296,9 @@ class Pool:
                 job.active -= 1
                 if job.work.exhausted:
                     self._finish_if_idle(job)
-                else:
-                    self._queue.append(job)
-                    self._lock.notify()
+                elif not job.queued:
+                    # This thread takes what is at the head of the queue: nobody to be woken.
+                    self._enqueue(job, False)
         with self._lock:
             self._ended += 1
             last = self._ended == self.size

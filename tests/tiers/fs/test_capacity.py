@@ -151,7 +151,7 @@ async def test_walk_does_not_stall_the_loop(tmp_path: Path) -> None:
     async with opened(root) as bench:
         base = Path(bench.tier.path)
     for upper in range(20):
-        folder = base / f"{upper:02x}" / "00"
+        folder = base / f"{upper:02x}"
         folder.mkdir(parents=True)
         for n in range(500):
             digits = f"{upper:02x}00{n:060x}"

@@ -210,7 +210,7 @@ async def test_janitor_waits_for_its_directory(tmp_path: Path) -> None:
 def test_names() -> None:
     key = make_key(bytes(range(32)), 7)
     path = naming.chunk_path(key)
-    assert path == f"00/01/{bytes(range(32)).hex()}_7.kv"
+    assert path == f"00/{bytes(range(32)).hex()}_7.kv"
     assert naming.chunk_key(Path(path).name) == key
     batch = fileio.Batch([key, make_key(b"\xff", 0), make_key(b"\x01" * 36, 2**32 - 1)])
     for i, other in enumerate((key, make_key(b"\xff", 0), make_key(b"\x01" * 36, 2**32 - 1))):
