@@ -11,6 +11,7 @@
 
 #include "policy_arc.h"
 #include "policy_lru.h"
+#include "trail.h"
 
 #define KVT_UNSAVED_STEPS 1024 /* unsaved chunks put aside for one victim; see kvt_take_victim */
 #define KVT_SERVICE_CHECKS 2   /* slots with service pins looked at again for one victim */
@@ -24,6 +25,7 @@ typedef struct {
     void *state; /* of the policy; owned */
     uint64_t capacity, bumped; /* slots [bumped, capacity) were never used */
     uint32_t free_head; /* last in, first out: its memory is the warmest */
+    uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
 } kvt_index;
 
@@ -31,7 +33,7 @@ static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *p
 {
     x->t = *t;
     x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
-    x->free_head = KVT_NIL;
+    x->free_head = x->guess = KVT_NIL;
     kvt_lists_reset(&x->l);
     x->l.node = kvt_alloc(t->num_slots, sizeof(kvt_node));
     x->state = x->policy->create(t->num_slots);
@@ -45,12 +47,6 @@ static inline void kvt_index_close(kvt_index *x)
         x->policy->destroy(x->state);
     x->l.node = NULL;
     x->state = NULL;
-}
-
-static inline void kvt_prefetch_neighbours(const kvt_table *t, int64_t s)
-{
-    if (s + 1 < (int64_t)t->num_slots) __builtin_prefetch(&t->rec[s + 1], 1);
-    if (s > 0) __builtin_prefetch(&t->rec[s - 1], 1);
 }
 
 static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
@@ -111,15 +107,52 @@ static inline void kvt_prefetch_links(const kvt_index *x, int64_t s)
     if (n->next != KVT_NIL) __builtin_prefetch(&x->l.node[n->next], 1);
 }
 
-/* Slots of n keys, or -1. In blocks, so that many cache misses run at the same time. */
+/* Whether slot s holds k: it is in a list of chunks, so in the table, and its key is the same. */
+static inline int kvt_still_there(const kvt_index *x, int64_t s, const kvt_key *k)
+{
+    return kvt_is_placed(kvt_list_of(&x->l.node[s])) && kvt_same_key(&x->t.rec[s], k);
+}
+
+/* Slot of one key, or -1; its word in *word. A run of keys that was touched together stands in that
+ * order in its list, so the slot behind the last one is tried before the table. */
+static inline int64_t kvt_lookup(kvt_index *x, kvt_key *k, uint64_t *word)
+{
+    int64_t s = x->guess;
+    k->hashed = 0;
+    if (s != KVT_NIL && kvt_still_there(x, s, k)) {
+        *word = kvt_load(&x->t.rec[s]);
+    } else {
+        kvt_key_hash(k);
+        s = kvt_find(&x->t, k, word);
+    }
+    k->slot = s;
+    x->guess = s < 0 ? KVT_NIL : x->l.node[s].next;
+    if (x->guess != KVT_NIL) {
+        __builtin_prefetch(&x->t.rec[x->guess], 1);
+        __builtin_prefetch(&x->l.node[x->guess], 1);
+    }
+    return s;
+}
+
+/* Slots of n keys, or -1: as remembered if that is still right, else from the table, in blocks, so
+ * that many cache misses run at the same time. Every key that is not present has a hash then. */
 static inline void kvt_find_all(const kvt_index *x, kvt_key *k, int64_t n)
 {
     uint64_t word;
     for (int64_t at = 0; at < n; at += KVT_BLOCK) {
         int64_t stop = at + KVT_BLOCK < n ? at + KVT_BLOCK : n;
-        for (int64_t i = at; i < stop; i++) kvt_prefetch_bucket(x, &k[i]);
-        for (int64_t i = at; i < stop; i++) kvt_prefetch_record(x, &k[i]);
-        for (int64_t i = at; i < stop; i++) k[i].slot = kvt_find(&x->t, &k[i], &word);
+        kvt_key *unknown[KVT_BLOCK];
+        int m = 0;
+        for (int64_t i = at; i < stop; i++) {
+            if (k[i].slot >= 0 && kvt_still_there(x, k[i].slot, &k[i]))
+                continue;
+            if (!k[i].hashed)
+                kvt_key_hash(&k[i]);
+            kvt_prefetch_bucket(x, &k[i]);
+            unknown[m++] = &k[i];
+        }
+        for (int i = 0; i < m; i++) kvt_prefetch_record(x, unknown[i]);
+        for (int i = 0; i < m; i++) unknown[i]->slot = kvt_find(&x->t, unknown[i], &word);
     }
 }
 
@@ -311,37 +344,45 @@ static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int saved
     }
 }
 
-/* Let k have a slot, in state WRITING. -1 if there is none, -2 if something is broken.
- * *victim is the slot if a chunk had to go for it (its old key was handed to `note` before). */
-typedef int (*kvt_note)(void *to, const kvt_record *victim);
-
-static inline int64_t kvt_reserve(kvt_index *x, const kvt_key *k, uint32_t length, unsigned flags,
-                                  kvt_note note, void *to)
+/* First half of a reserve: a FREE slot for k. -1 if there is none, -2 if something is broken.
+ * With *evicted a chunk had to go for it, whose key still stands in the record. */
+static inline int64_t kvt_claim(kvt_index *x, const kvt_key *k, kvt_miss *m, int *evicted)
 {
-    kvt_miss m;
     int broken = 0;
-    x->policy->missed(x->state, &x->l, x->capacity, k, &m);
+    *evicted = 0;
+    x->policy->missed(x->state, &x->l, x->capacity, k, m);
     int64_t s = kvt_pop_free(x);
     if (s == -1) {
-        s = kvt_take_victim(x, &m, 0, &broken);
-        if (s >= 0 && note(to, &x->t.rec[s]) < 0) {
-            kvt_push_free(x, (uint32_t)s);
-            return -3;
-        }
+        s = kvt_take_victim(x, m, 0, &broken);
+        *evicted = s >= 0;
     }
     if (s < 0 || broken) {
-        x->policy->refused(x->state, &m);
+        x->policy->refused(x->state, m);
         return broken ? -2 : s;
     }
+    return s;
+}
+
+/* A claimed slot goes back unused. */
+static inline void kvt_disclaim(kvt_index *x, uint32_t s, kvt_miss *m)
+{
+    x->policy->refused(x->state, m);
+    kvt_push_free(x, s);
+}
+
+/* Second half: the slot is k's, in state WRITING. 0, or -2. */
+static inline int kvt_settle(kvt_index *x, uint32_t s, const kvt_key *k, const kvt_miss *m,
+                             uint32_t length, unsigned flags)
+{
     kvt_write_key(&x->t.rec[s], k, length, flags);
-    if (!kvt_set_state(x, (uint32_t)s, KVT_FREE, KVT_WRITING))
+    if (!kvt_set_state(x, s, KVT_FREE, KVT_WRITING))
         return -2;
     x->num_writing++;
-    kvt_table_add(&x->t, k->hash, (uint64_t)s);
+    kvt_table_add(&x->t, k->hash, s);
     x->l.node[s].info = KVT_FRESH;
-    kvt_use(&x->l, x->policy->place(x->state, &m), (uint32_t)s);
+    kvt_use(&x->l, x->policy->place(x->state, m), s);
     x->policy->placed(x->state, &x->l, x->capacity);
-    return s;
+    return 0;
 }
 
 /* A lent slot gets its key and is READY. 0, or -2. */

@@ -58,6 +58,7 @@ typedef struct {
     int64_t slot;
     uint32_t group;
     uint8_t len;
+    uint8_t hashed; /* whether `hash` has been computed */
 } kvt_key;
 
 typedef struct {
@@ -110,18 +111,33 @@ static inline uint64_t kvt_hash(const uint64_t *w, unsigned len, uint64_t salt)
                    c ^ (a << 41 | a >> 23) ^ (b << 11 | b >> 53));
 }
 
-/* Takes 5 to 40 bytes over; the caller checked the length. */
-static inline void kvt_key_load(kvt_key *k, const void *bytes, unsigned len)
+/* Takes 5 to 40 bytes over; the caller checked the length. The hash is left to kvt_key_hash. */
+static inline void kvt_key_words(kvt_key *k, const void *bytes, unsigned len)
 {
     const unsigned char *end = (const unsigned char *)bytes + len - 4;
-    memset(k->w, 0, sizeof(k->w));
-    if (len == 36) /* vLLM's; a constant size needs no call */
-        memcpy(k->w, bytes, 36);
-    else
+    if (len == 36) { /* vLLM's. Whole words: a word read back was written in one piece. */
+        uint32_t last;
+        memcpy(k->w, bytes, 32);
+        memcpy(&last, end, 4);
+        k->w[4] = last; /* the layout of a record is little-endian */
+    } else {
+        memset(k->w, 0, sizeof(k->w));
         memcpy(k->w, bytes, len);
-    k->len = (uint8_t)len;
+    }
     k->group = (uint32_t)end[0] << 24 | (uint32_t)end[1] << 16 | (uint32_t)end[2] << 8 | end[3];
-    k->hash = kvt_hash(k->w, len, 0);
+    k->len = (uint8_t)len;
+}
+
+static inline void kvt_key_hash(kvt_key *k)
+{
+    k->hash = kvt_hash(k->w, k->len, 0);
+    k->hashed = 1;
+}
+
+static inline void kvt_key_load(kvt_key *k, const void *bytes, unsigned len)
+{
+    kvt_key_words(k, bytes, len);
+    kvt_key_hash(k);
     k->slot = -1;
 }
 
