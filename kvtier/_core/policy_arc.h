@@ -24,8 +24,8 @@ typedef struct {
 } kvt_ghost;
 
 typedef struct {
-    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes */
-    uint64_t *table;   /* tag 32 bits, ghost + 1 32 bits; 0 is empty */
+    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes; owned */
+    uint64_t *table;   /* tag 32 bits, ghost + 1 32 bits; 0 is empty; behind the ghosts */
     uint64_t size;     /* of the table */
     uint64_t slots;
     uint32_t free;     /* chain of unused ghosts through next */
@@ -59,7 +59,6 @@ static void kvt_arc_destroy(void *self)
     kvt_arc_state *a = self;
     if (a) {
         free(a->ghost);
-        free(a->table);
         free(a);
     }
 }
@@ -71,12 +70,13 @@ static void *kvt_arc_create(uint64_t slots)
         return NULL;
     a->slots = slots;
     a->size = 2 * (slots + 1);
-    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost));
-    a->table = kvt_alloc(a->size, sizeof(*a->table));
-    if (!a->ghost || !a->table) {
+    /* One piece of memory, so that as much of it as possible is in large pages. */
+    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost) + 2 * sizeof(*a->table));
+    if (!a->ghost) {
         kvt_arc_destroy(a);
         return NULL;
     }
+    a->table = (uint64_t *)(a->ghost + slots + 1);
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
     return a;
 }
