@@ -27,6 +27,9 @@ typedef struct {
     uint32_t free_head; /* last in, first out: its memory is the warmest */
     uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
+    /* The victims that the running reserve expects, oldest first, with their hashes. */
+    kvt_key ahead[KVT_BLOCK];
+    int ahead_at, ahead_end;
 } kvt_index;
 
 static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy)
@@ -55,29 +58,32 @@ static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
 }
 
 /* The next n victims, most likely: their records, then what removing them will write. */
-static inline void kvt_prefetch_victims(const kvt_index *x, int n)
+static inline void kvt_prefetch_victims(kvt_index *x, int n)
 {
     unsigned cls = x->policy->victim(x->state, &x->l, x->capacity, NULL);
-    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail, s[KVT_BLOCK];
-    int found = 0;
+    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
+    int found = 0, end = 0;
     for (; found < n && at != KVT_NIL; at = x->l.node[at].prev) {
         __builtin_prefetch(&x->t.rec[at], 1);
-        s[found++] = at;
+        x->ahead[found++].slot = at;
     }
-    for (int i = 0; i < found; i++) {
-        kvt_key k;
-        unsigned len = x->t.rec[s[i]].key_len;
-        if (len < 5 || len > KVT_KEY_BYTES)
-            continue;
-        kvt_key_of(&k, &x->t.rec[s[i]]);
-        kvt_prefetch_bucket(x, &k);
-        x->policy->prefetch(x->state, &x->l, x->capacity, &k, 1);
+    for (; end < found; end++) {
+        kvt_key *k = &x->ahead[end];
+        const kvt_record *r = &x->t.rec[k->slot];
+        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
+            break;
+        kvt_key_words(k, r->key, r->key_len);
+        kvt_key_hash(k);
+        kvt_prefetch_bucket(x, k);
+        x->policy->prefetch(x->state, &x->l, x->capacity, k, 1);
     }
+    x->ahead_at = 0;
+    x->ahead_end = end;
     x->policy->prefetch(x->state, &x->l, x->capacity, NULL, n);
 }
 
 /* Before the keys [at, at + KVT_BLOCK) of a reserve. */
-static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, int64_t n)
+static inline void kvt_prefetch_reserve(kvt_index *x, const kvt_key *k, int64_t n)
 {
     int absent = 0;
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
@@ -85,12 +91,16 @@ static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, in
             absent++;
             x->policy->prefetch(x->state, &x->l, x->capacity, &k[i], 1);
         }
+    x->ahead_at = x->ahead_end = 0;
     if ((uint64_t)absent > x->num_free)
         kvt_prefetch_victims(x, absent - (int)x->num_free);
 }
 
-/* First slot whose tag fits, unconfirmed: what kvt_find will look at. */
-static inline void kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
+/* End of a reserve: from now on keys may leave their slots by other ways. */
+static inline void kvt_forget_ahead(kvt_index *x) { x->ahead_at = x->ahead_end = 0; }
+
+/* First slot whose tag fits, unconfirmed: what kvt_find will look at. -1: the key is absent. */
+static inline int64_t kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
 {
     kvt_walk at;
     int64_t s = kvt_first(&x->t, k, &at);
@@ -98,6 +108,7 @@ static inline void kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
         __builtin_prefetch(&x->t.rec[s], 1);
         __builtin_prefetch(&x->l.node[s], 1);
     }
+    return s;
 }
 
 static inline void kvt_prefetch_links(const kvt_index *x, int64_t s)
@@ -142,17 +153,21 @@ static inline void kvt_find_all(const kvt_index *x, kvt_key *k, int64_t n)
     for (int64_t at = 0; at < n; at += KVT_BLOCK) {
         int64_t stop = at + KVT_BLOCK < n ? at + KVT_BLOCK : n;
         kvt_key *unknown[KVT_BLOCK];
-        int m = 0;
+        int m = 0, likely = 0;
         for (int64_t i = at; i < stop; i++) {
             if (k[i].slot >= 0 && kvt_still_there(x, k[i].slot, &k[i]))
                 continue;
             if (!k[i].hashed)
                 kvt_key_hash(&k[i]);
             kvt_prefetch_bucket(x, &k[i]);
+            k[i].slot = -1;
             unknown[m++] = &k[i];
         }
-        for (int i = 0; i < m; i++) kvt_prefetch_record(x, unknown[i]);
-        for (int i = 0; i < m; i++) unknown[i]->slot = kvt_find(&x->t, unknown[i], &word);
+        for (int i = 0; i < m; i++)
+            if (kvt_prefetch_record(x, unknown[i]) >= 0)
+                unknown[likely++] = unknown[i];
+        for (int i = 0; i < likely; i++)
+            unknown[i]->slot = kvt_find(&x->t, unknown[i], &word);
     }
 }
 
@@ -265,12 +280,15 @@ static inline int kvt_detach(kvt_index *x, uint32_t s)
 
 static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *broken)
 {
-    kvt_key k;
+    kvt_key own, *k = &own;
     if (!kvt_detach(x, s))
         return 0;
-    kvt_key_of(&k, &x->t.rec[s]);
-    *broken |= !kvt_table_remove(&x->t, k.hash, s);
-    x->policy->evicted(x->state, &x->l, x->capacity, &k, kvt_class(kvt_list_of(&x->l.node[s])), m);
+    if (x->ahead_at < x->ahead_end && x->ahead[x->ahead_at].slot == s)
+        k = &x->ahead[x->ahead_at++];
+    else
+        kvt_key_of(k, &x->t.rec[s]);
+    *broken |= !kvt_table_remove(&x->t, k->hash, s);
+    x->policy->evicted(x->state, &x->l, x->capacity, k, kvt_class(kvt_list_of(&x->l.node[s])), m);
     kvt_unlink(&x->l, s);
     x->l.node[s].info = 0;
     return 1;
@@ -375,8 +393,11 @@ static inline int kvt_settle(kvt_index *x, uint32_t s, const kvt_key *k, const k
                              uint32_t length, unsigned flags)
 {
     kvt_write_key(&x->t.rec[s], k, length, flags);
-    if (!kvt_set_state(x, s, KVT_FREE, KVT_WRITING))
+    uint64_t w = kvt_load(&x->t.rec[s]);
+    if (kvt_state(w) != KVT_FREE || (w & KVT_PINS_MASK))
         return -2;
+    /* No compare-and-swap: it would wait for the stores above, and only the owner changes this. */
+    __atomic_store_n(&x->t.rec[s].word, w | KVT_WRITING, __ATOMIC_RELEASE);
     x->num_writing++;
     kvt_table_add(&x->t, k->hash, s);
     x->l.node[s].info = KVT_FRESH;

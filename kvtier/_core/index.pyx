@@ -128,7 +128,11 @@ cdef extern from "index.h":
     void kvt_push_head(kvt_lists *, unsigned, uint32_t)
     void kvt_find_all(const kvt_index *, kvt_key *, int64_t)
     int KVT_BLOCK
-    void kvt_prefetch_reserve(const kvt_index *, const kvt_key *, int64_t)
+    enum:
+        KVT_SEEN
+    bint kvt_seen(uint64_t *, uint64_t)
+    void kvt_prefetch_reserve(kvt_index *, const kvt_key *, int64_t)
+    void kvt_forget_ahead(kvt_index *)
     void kvt_prefetch_links(const kvt_index *, int64_t)
     void kvt_push_free(kvt_index *, uint32_t)
     int64_t kvt_pop_free(kvt_index *)
@@ -421,6 +425,9 @@ cdef class Index:
         cdef list victims = [], unsaved = []
         cdef bytes victim
         cdef Py_ssize_t first = 0, last = 0
+        cdef int64_t claimed = -1
+        cdef uint64_t seen[KVT_SEEN]
+        memset(seen, 0, sizeof(seen))
         result.evicted = victims
         result.evicted_unsaved = unsaved
         result.complete = True
@@ -431,23 +438,22 @@ cdef class Index:
             for i in range(n):
                 if i % KVT_BLOCK == 0:
                     kvt_prefetch_reserve(&self.c, &k[i], n - i)
-                # Looked up again: the key may stand twice in this call.
-                if k[i].slot >= 0 or kvt_find(&self.c.t, &k[i], &word) >= 0:
+                if k[i].slot >= 0:
+                    continue
+                # Looked up again if it may stand twice in this call.
+                if kvt_seen(seen, k[i].hash) and kvt_find(&self.c.t, &k[i], &word) >= 0:
                     continue
                 s = kvt_claim(&self.c, &k[i], &miss, &evicted)
                 if s == -1:
                     result.complete = False
                     break
                 if s >= 0 and evicted:
-                    try:
-                        victim = key_bytes(&self.c.t.rec[s])
-                        victims.append(victim)
-                        if kvt_flags(&self.c.t.rec[s]) & KVT_UNSAVED:
-                            unsaved.append(victim)
-                    except MemoryError:
-                        # Gone from the index in any case, so the caller has to hear of it.
-                        kvt_disclaim(&self.c, <uint32_t> s, &miss)
-                        raise
+                    claimed = s
+                    victim = key_bytes(&self.c.t.rec[s])
+                    victims.append(victim)
+                    if kvt_flags(&self.c.t.rec[s]) & KVT_UNSAVED:
+                        unsaved.append(victim)
+                    claimed = -1
                 if s < 0 or kvt_settle(
                     &self.c, <uint32_t> s, &k[i], &miss, self.payload[k[i].group], flags
                 ):
@@ -459,6 +465,9 @@ cdef class Index:
                 last = i
                 taken += 1
         finally:
+            kvt_forget_ahead(&self.c)
+            if claimed >= 0:  # no memory for its key: gone in any case, the caller hears of it
+                kvt_disclaim(&self.c, <uint32_t> claimed, &miss)
             for i in range(n):
                 if k[i].slot >= 0:
                     self.c.l.node[k[i].slot].info &= ~KVT_PROTECT

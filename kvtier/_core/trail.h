@@ -112,4 +112,15 @@ static inline kvt_key *kvt_trail_key(kvt_trail *t, int64_t i, const void *bytes,
     return k;
 }
 
+#define KVT_SEEN 16 /* words of the filter below */
+
+/* Whether a hash like this one was given to the filter before; it is from now on. */
+static inline int kvt_seen(uint64_t *filter, uint64_t hash)
+{
+    uint64_t *word = &filter[hash % KVT_SEEN], bit = 1ULL << (hash >> 58);
+    int before = (*word & bit) != 0;
+    *word |= bit;
+    return before;
+}
+
 #endif
