@@ -8,6 +8,7 @@ import os
 import platform
 from pathlib import Path
 
+import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -38,7 +39,11 @@ def extension(name: str) -> Extension:
     return Extension(
         f"kvtier._core.{name}",
         [source],
-        define_macros=[("KVTIER_CHECKS", "1" if CHECKS else "0")],
+        define_macros=[
+            ("KVTIER_CHECKS", "1" if CHECKS else "0"),
+            ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
+        ],
+        include_dirs=[np.get_include()],
         extra_compile_args=CFLAGS,
         depends=sorted(str(path) for path in Path("kvtier/_core").glob("*.h")),
     )

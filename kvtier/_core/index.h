@@ -11,6 +11,7 @@
 
 #include "policy_arc.h"
 #include "policy_lru.h"
+#include "trail.h"
 
 #define KVT_UNSAVED_STEPS 1024 /* unsaved chunks put aside for one victim; see kvt_take_victim */
 #define KVT_SERVICE_CHECKS 2   /* slots with service pins looked at again for one victim */
@@ -24,14 +25,18 @@ typedef struct {
     void *state; /* of the policy; owned */
     uint64_t capacity, bumped; /* slots [bumped, capacity) were never used */
     uint32_t free_head; /* last in, first out: its memory is the warmest */
+    uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
+    /* The victims that the running reserve expects, oldest first, with their hashes. */
+    kvt_key ahead[KVT_BLOCK];
+    int ahead_at, ahead_end;
 } kvt_index;
 
 static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy)
 {
     x->t = *t;
     x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
-    x->free_head = KVT_NIL;
+    x->free_head = x->guess = KVT_NIL;
     kvt_lists_reset(&x->l);
     x->l.node = kvt_alloc(t->num_slots, sizeof(kvt_node));
     x->state = x->policy->create(t->num_slots);
@@ -47,41 +52,38 @@ static inline void kvt_index_close(kvt_index *x)
     x->state = NULL;
 }
 
-static inline void kvt_prefetch_neighbours(const kvt_table *t, int64_t s)
-{
-    if (s + 1 < (int64_t)t->num_slots) __builtin_prefetch(&t->rec[s + 1], 1);
-    if (s > 0) __builtin_prefetch(&t->rec[s - 1], 1);
-}
-
 static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
 {
     __builtin_prefetch(&x->t.bucket[kvt_home(&x->t, k->hash)], 1);
 }
 
 /* The next n victims, most likely: their records, then what removing them will write. */
-static inline void kvt_prefetch_victims(const kvt_index *x, int n)
+static inline void kvt_prefetch_victims(kvt_index *x, int n)
 {
     unsigned cls = x->policy->victim(x->state, &x->l, x->capacity, NULL);
-    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail, s[KVT_BLOCK];
-    int found = 0;
+    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
+    int found = 0, end = 0;
     for (; found < n && at != KVT_NIL; at = x->l.node[at].prev) {
         __builtin_prefetch(&x->t.rec[at], 1);
-        s[found++] = at;
+        x->ahead[found++].slot = at;
     }
-    for (int i = 0; i < found; i++) {
-        kvt_key k;
-        unsigned len = x->t.rec[s[i]].key_len;
-        if (len < 5 || len > KVT_KEY_BYTES)
-            continue;
-        kvt_key_of(&k, &x->t.rec[s[i]]);
-        kvt_prefetch_bucket(x, &k);
-        x->policy->prefetch(x->state, &x->l, x->capacity, &k, 1);
+    for (; end < found; end++) {
+        kvt_key *k = &x->ahead[end];
+        const kvt_record *r = &x->t.rec[k->slot];
+        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
+            break;
+        kvt_key_words(k, r->key, r->key_len);
+        kvt_key_hash(k);
+        kvt_prefetch_bucket(x, k);
+        x->policy->prefetch(x->state, &x->l, x->capacity, k, 1);
     }
+    x->ahead_at = 0;
+    x->ahead_end = end;
     x->policy->prefetch(x->state, &x->l, x->capacity, NULL, n);
 }
 
 /* Before the keys [at, at + KVT_BLOCK) of a reserve. */
-static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, int64_t n)
+static inline void kvt_prefetch_reserve(kvt_index *x, const kvt_key *k, int64_t n)
 {
     int absent = 0;
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
@@ -89,12 +91,16 @@ static inline void kvt_prefetch_reserve(const kvt_index *x, const kvt_key *k, in
             absent++;
             x->policy->prefetch(x->state, &x->l, x->capacity, &k[i], 1);
         }
+    x->ahead_at = x->ahead_end = 0;
     if ((uint64_t)absent > x->num_free)
         kvt_prefetch_victims(x, absent - (int)x->num_free);
 }
 
-/* First slot whose tag fits, unconfirmed: what kvt_find will look at. */
-static inline void kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
+/* End of a reserve: from now on keys may leave their slots by other ways. */
+static inline void kvt_forget_ahead(kvt_index *x) { x->ahead_at = x->ahead_end = 0; }
+
+/* First slot whose tag fits, unconfirmed: what kvt_find will look at. -1: the key is absent. */
+static inline int64_t kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
 {
     kvt_walk at;
     int64_t s = kvt_first(&x->t, k, &at);
@@ -102,6 +108,7 @@ static inline void kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
         __builtin_prefetch(&x->t.rec[s], 1);
         __builtin_prefetch(&x->l.node[s], 1);
     }
+    return s;
 }
 
 static inline void kvt_prefetch_links(const kvt_index *x, int64_t s)
@@ -111,15 +118,56 @@ static inline void kvt_prefetch_links(const kvt_index *x, int64_t s)
     if (n->next != KVT_NIL) __builtin_prefetch(&x->l.node[n->next], 1);
 }
 
-/* Slots of n keys, or -1. In blocks, so that many cache misses run at the same time. */
+/* Whether slot s holds k: it is in a list of chunks, so in the table, and its key is the same. */
+static inline int kvt_still_there(const kvt_index *x, int64_t s, const kvt_key *k)
+{
+    return kvt_is_placed(kvt_list_of(&x->l.node[s])) && kvt_same_key(&x->t.rec[s], k);
+}
+
+/* Slot of one key, or -1; its word in *word. A run of keys that was touched together stands in that
+ * order in its list, so the slot behind the last one is tried before the table. */
+static inline int64_t kvt_lookup(kvt_index *x, kvt_key *k, uint64_t *word)
+{
+    int64_t s = x->guess;
+    k->hashed = 0;
+    if (s != KVT_NIL && kvt_still_there(x, s, k)) {
+        *word = kvt_load(&x->t.rec[s]);
+    } else {
+        kvt_key_hash(k);
+        s = kvt_find(&x->t, k, word);
+    }
+    k->slot = s;
+    x->guess = s < 0 ? KVT_NIL : x->l.node[s].next;
+    if (x->guess != KVT_NIL) {
+        __builtin_prefetch(&x->t.rec[x->guess], 1);
+        __builtin_prefetch(&x->l.node[x->guess], 1);
+    }
+    return s;
+}
+
+/* Slots of n keys, or -1: as remembered if that is still right, else from the table, in blocks, so
+ * that many cache misses run at the same time. Every key that is not present has a hash then. */
 static inline void kvt_find_all(const kvt_index *x, kvt_key *k, int64_t n)
 {
     uint64_t word;
     for (int64_t at = 0; at < n; at += KVT_BLOCK) {
         int64_t stop = at + KVT_BLOCK < n ? at + KVT_BLOCK : n;
-        for (int64_t i = at; i < stop; i++) kvt_prefetch_bucket(x, &k[i]);
-        for (int64_t i = at; i < stop; i++) kvt_prefetch_record(x, &k[i]);
-        for (int64_t i = at; i < stop; i++) k[i].slot = kvt_find(&x->t, &k[i], &word);
+        kvt_key *unknown[KVT_BLOCK];
+        int m = 0, likely = 0;
+        for (int64_t i = at; i < stop; i++) {
+            if (k[i].slot >= 0 && kvt_still_there(x, k[i].slot, &k[i]))
+                continue;
+            if (!k[i].hashed)
+                kvt_key_hash(&k[i]);
+            kvt_prefetch_bucket(x, &k[i]);
+            k[i].slot = -1;
+            unknown[m++] = &k[i];
+        }
+        for (int i = 0; i < m; i++)
+            if (kvt_prefetch_record(x, unknown[i]) >= 0)
+                unknown[likely++] = unknown[i];
+        for (int i = 0; i < likely; i++)
+            unknown[i]->slot = kvt_find(&x->t, unknown[i], &word);
     }
 }
 
@@ -232,12 +280,15 @@ static inline int kvt_detach(kvt_index *x, uint32_t s)
 
 static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *broken)
 {
-    kvt_key k;
+    kvt_key own, *k = &own;
     if (!kvt_detach(x, s))
         return 0;
-    kvt_key_of(&k, &x->t.rec[s]);
-    *broken |= !kvt_table_remove(&x->t, k.hash, s);
-    x->policy->evicted(x->state, &x->l, x->capacity, &k, kvt_class(kvt_list_of(&x->l.node[s])), m);
+    if (x->ahead_at < x->ahead_end && x->ahead[x->ahead_at].slot == s)
+        k = &x->ahead[x->ahead_at++];
+    else
+        kvt_key_of(k, &x->t.rec[s]);
+    *broken |= !kvt_table_remove(&x->t, k->hash, s);
+    x->policy->evicted(x->state, &x->l, x->capacity, k, kvt_class(kvt_list_of(&x->l.node[s])), m);
     kvt_unlink(&x->l, s);
     x->l.node[s].info = 0;
     return 1;
@@ -311,37 +362,48 @@ static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int saved
     }
 }
 
-/* Let k have a slot, in state WRITING. -1 if there is none, -2 if something is broken.
- * *victim is the slot if a chunk had to go for it (its old key was handed to `note` before). */
-typedef int (*kvt_note)(void *to, const kvt_record *victim);
-
-static inline int64_t kvt_reserve(kvt_index *x, const kvt_key *k, uint32_t length, unsigned flags,
-                                  kvt_note note, void *to)
+/* First half of a reserve: a FREE slot for k. -1 if there is none, -2 if something is broken.
+ * With *evicted a chunk had to go for it, whose key still stands in the record. */
+static inline int64_t kvt_claim(kvt_index *x, const kvt_key *k, kvt_miss *m, int *evicted)
 {
-    kvt_miss m;
     int broken = 0;
-    x->policy->missed(x->state, &x->l, x->capacity, k, &m);
+    *evicted = 0;
+    x->policy->missed(x->state, &x->l, x->capacity, k, m);
     int64_t s = kvt_pop_free(x);
     if (s == -1) {
-        s = kvt_take_victim(x, &m, 0, &broken);
-        if (s >= 0 && note(to, &x->t.rec[s]) < 0) {
-            kvt_push_free(x, (uint32_t)s);
-            return -3;
-        }
+        s = kvt_take_victim(x, m, 0, &broken);
+        *evicted = s >= 0;
     }
     if (s < 0 || broken) {
-        x->policy->refused(x->state, &m);
+        x->policy->refused(x->state, m);
         return broken ? -2 : s;
     }
-    kvt_write_key(&x->t.rec[s], k, length, flags);
-    if (!kvt_set_state(x, (uint32_t)s, KVT_FREE, KVT_WRITING))
-        return -2;
-    x->num_writing++;
-    kvt_table_add(&x->t, k->hash, (uint64_t)s);
-    x->l.node[s].info = KVT_FRESH;
-    kvt_use(&x->l, x->policy->place(x->state, &m), (uint32_t)s);
-    x->policy->placed(x->state, &x->l, x->capacity);
     return s;
+}
+
+/* A claimed slot goes back unused. */
+static inline void kvt_disclaim(kvt_index *x, uint32_t s, kvt_miss *m)
+{
+    x->policy->refused(x->state, m);
+    kvt_push_free(x, s);
+}
+
+/* Second half: the slot is k's, in state WRITING. 0, or -2. */
+static inline int kvt_settle(kvt_index *x, uint32_t s, const kvt_key *k, const kvt_miss *m,
+                             uint32_t length, unsigned flags)
+{
+    kvt_write_key(&x->t.rec[s], k, length, flags);
+    uint64_t w = kvt_load(&x->t.rec[s]);
+    if (kvt_state(w) != KVT_FREE || (w & KVT_PINS_MASK))
+        return -2;
+    /* No compare-and-swap: it would wait for the stores above, and only the owner changes this. */
+    __atomic_store_n(&x->t.rec[s].word, w | KVT_WRITING, __ATOMIC_RELEASE);
+    x->num_writing++;
+    kvt_table_add(&x->t, k->hash, s);
+    x->l.node[s].info = KVT_FRESH;
+    kvt_use(&x->l, x->policy->place(x->state, m), s);
+    x->policy->placed(x->state, &x->l, x->capacity);
+    return 0;
 }
 
 /* A lent slot gets its key and is READY. 0, or -2. */

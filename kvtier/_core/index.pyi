@@ -69,7 +69,7 @@ class Index:
         """Slots [capacity, num_slots) have memory behind them now and become FREE."""
 
     # --- lookups ---
-    def lookup(self, key: bytes) -> int:
+    def lookup(self, key: bytes, /) -> int:
         """0 absent, 1 WRITING, 2 READY. No allocation."""
     def lookup_batch(self, keys: Sequence[bytes]) -> tuple[int, bytes]:
         """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""

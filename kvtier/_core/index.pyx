@@ -9,18 +9,26 @@ Invariant: num_free + num_writing + num_ready + num_lent + num_orphans == capaci
 """
 
 from cpython.buffer cimport (
-    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer,
 )
-from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.bytes cimport (
+    PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
+)
+from cpython.list cimport PyList_GetSlice
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc, qsort, realloc
+from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memset
 
 from kvtier._core.slots cimport *
 
+cimport cython
+cimport numpy as cnp
+
 import numpy as np
 
 from kvtier.errors import InternalError
+
+cnp.import_array()
 
 
 cdef extern from *:
@@ -70,6 +78,10 @@ cdef extern from "index.h":
     ctypedef struct kvt_miss:
         pass
 
+    ctypedef struct kvt_trail:
+        kvt_key *k
+        int64_t base
+
     ctypedef struct kvt_policy:
         const char *name
         uint64_t bytes_per_slot
@@ -93,9 +105,15 @@ cdef extern from "index.h":
         uint64_t num_orphans
         uint64_t ready_bytes
 
-    ctypedef int (*kvt_note)(void *, const kvt_record *) noexcept
-
-    void kvt_prefetch_neighbours(const kvt_table *, int64_t)
+    int kvt_trail_open(kvt_trail *)
+    void kvt_trail_close(kvt_trail *)
+    int kvt_trail_room(kvt_trail *, int64_t)
+    kvt_key *kvt_trail_next(kvt_trail *)
+    void kvt_trail_kept(kvt_trail *)
+    void kvt_trail_batch(kvt_trail *, const void *, unsigned)
+    kvt_key *kvt_trail_key(kvt_trail *, int64_t, const void *, unsigned)
+    void kvt_key_words(kvt_key *, const void *, unsigned)
+    int64_t kvt_lookup(kvt_index *, kvt_key *, uint64_t *)
     int kvt_index_open(kvt_index *, const kvt_table *, const char *)
     void kvt_index_close(kvt_index *)
     void kvt_lists_reset(kvt_lists *)
@@ -110,7 +128,11 @@ cdef extern from "index.h":
     void kvt_push_head(kvt_lists *, unsigned, uint32_t)
     void kvt_find_all(const kvt_index *, kvt_key *, int64_t)
     int KVT_BLOCK
-    void kvt_prefetch_reserve(const kvt_index *, const kvt_key *, int64_t)
+    enum:
+        KVT_SEEN
+    bint kvt_seen(uint64_t *, uint64_t)
+    void kvt_prefetch_reserve(kvt_index *, const kvt_key *, int64_t)
+    void kvt_forget_ahead(kvt_index *)
     void kvt_prefetch_links(const kvt_index *, int64_t)
     void kvt_push_free(kvt_index *, uint32_t)
     int64_t kvt_pop_free(kvt_index *)
@@ -120,8 +142,9 @@ cdef extern from "index.h":
     int kvt_check_service(kvt_index *, int)
     bint kvt_detach(kvt_index *, uint32_t)
     int64_t kvt_take_victim(kvt_index *, const kvt_miss *, int, int *)
-    int64_t kvt_reserve(
-        kvt_index *, const kvt_key *, uint32_t, unsigned, kvt_note, void *) except? -3
+    int64_t kvt_claim(kvt_index *, const kvt_key *, kvt_miss *, int *)
+    void kvt_disclaim(kvt_index *, uint32_t, kvt_miss *)
+    int kvt_settle(kvt_index *, uint32_t, const kvt_key *, const kvt_miss *, uint32_t, unsigned)
     int kvt_adopt(kvt_index *, uint32_t, const kvt_key *, uint32_t, unsigned, uint32_t)
     void kvt_touch(kvt_index *, uint32_t)
     bint kvt_forget(kvt_index *, uint32_t)
@@ -145,19 +168,17 @@ cdef bytes key_bytes(const kvt_record *r):
     return PyBytes_FromStringAndSize(<const char *> r.key, r.key_len)
 
 
-cdef int note_victim(void *to, const kvt_record *victim) noexcept:
-    """Remember the key of a victim before its record is written anew."""
-    try:
-        (<Reservation> to).note(victim)
-    except BaseException as error:
-        # MemoryError only; the chunk is gone from the index, so the caller has to hear of it.
-        (<Reservation> to).error = error
-        return -1
-    return 0
-
-
 cdef void *view(object array, int size, Py_ssize_t *n, Py_buffer *buffer) except NULL:
     """Contiguous int64 (size 8) or uint32 (4) memory of `array`; the caller releases `buffer`."""
+    # Arrays as this module makes them: no export, which costs more than a batch of pins.
+    if (
+        cnp.PyArray_CheckExact(array)
+        and cnp.PyArray_TYPE(array) == <int> (cnp.NPY_INT64 if size == 8 else cnp.NPY_UINT32)
+        and cnp.PyArray_ISCARRAY_RO(array)
+    ):
+        memset(buffer, 0, sizeof(buffer[0]))
+        n[0] = cnp.PyArray_SIZE(array)
+        return cnp.PyArray_DATA(array)
     PyObject_GetBuffer(array, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
     cdef char kind = buffer.format[0] if buffer.format is not NULL else c"B"
     cdef bint fits = kind in (c"l", c"q") if size == 8 else kind in (c"I", c"L")
@@ -171,20 +192,16 @@ cdef void *view(object array, int size, Py_ssize_t *n, Py_buffer *buffer) except
 
 cdef object slot_array(Py_ssize_t n, int64_t **data):
     """New int64 array; *data is valid while it lives."""
-    array = np.empty(n, np.int64)
-    cdef Py_buffer buffer
-    PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
-    data[0] = <int64_t *> buffer.buf
-    PyBuffer_Release(&buffer)
+    cdef cnp.npy_intp size = n
+    array = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT64, 0)
+    data[0] = <int64_t *> cnp.PyArray_DATA(array)
     return array
 
 
 cdef object generation_array(Py_ssize_t n, uint32_t **data):
-    array = np.empty(n, np.uint32)
-    cdef Py_buffer buffer
-    PyObject_GetBuffer(array, &buffer, PyBUF_WRITABLE)
-    data[0] = <uint32_t *> buffer.buf
-    PyBuffer_Release(&buffer)
+    cdef cnp.npy_intp size = n
+    array = cnp.PyArray_EMPTY(1, &size, cnp.NPY_UINT32, 0)
+    data[0] = <uint32_t *> cnp.PyArray_DATA(array)
     return array
 
 
@@ -197,14 +214,6 @@ cdef class Reservation:
     cdef readonly list evicted
     cdef readonly list evicted_unsaved
     cdef readonly bint complete
-    cdef object error  # exception of note_victim, raised by reserve
-
-    cdef int note(self, const kvt_record *victim) except -1:
-        key = key_bytes(victim)
-        self.evicted.append(key)
-        if kvt_flags(victim) & KVT_UNSAVED:
-            self.evicted_unsaved.append(key)
-        return 0
 
 
 cdef class Index:
@@ -212,8 +221,8 @@ cdef class Index:
 
     cdef kvt_index c  # nodes and policy state are freed in __dealloc__
     cdef SlotTable slots  # keeps records and table mapped
-    cdef kvt_key *scratch  # keys of the running call; owned
-    cdef Py_ssize_t scratch_size  # keys that fit
+    cdef kvt_trail trail  # keys of the running request; its memory is freed in __dealloc__
+    cdef kvt_key *scratch  # keys of the running call, inside `trail`
     cdef uint32_t *payload  # chunk bytes by group; owned
     cdef uint32_t groups
     cdef bint track_unsaved
@@ -221,6 +230,7 @@ cdef class Index:
 
     def __cinit__(self):
         memset(&self.c, 0, sizeof(self.c))
+        memset(&self.trail, 0, sizeof(self.trail))
 
     def __init__(self, slots: SlotTable, payload_bytes, policy="lru", track_unsaved=False):
         if self.slots is not None:
@@ -241,13 +251,13 @@ cdef class Index:
         self.track_unsaved = track_unsaved
         self.policy = policy
         name = policy.encode()
-        if kvt_index_open(&self.c, &slots.c, name) < 0:
+        if kvt_trail_open(&self.trail) < 0 or kvt_index_open(&self.c, &slots.c, name) < 0:
             raise MemoryError
         self.slots = slots
 
     def __dealloc__(self):
         kvt_index_close(&self.c)
-        free(self.scratch)
+        kvt_trail_close(&self.trail)
         free(self.payload)
 
     # Counters.
@@ -301,25 +311,36 @@ cdef class Index:
         }
 
     # Helpers.
-    cdef Py_ssize_t load(self, list keys) except -1:
-        """Check all keys and put them into the scratch memory."""
-        cdef Py_ssize_t n = len(keys), i
-        cdef void *more
-        if n > self.scratch_size:
-            more = realloc(self.scratch, n * sizeof(kvt_key))
-            if more is NULL:
-                raise MemoryError
-            self.scratch = <kvt_key *> more
-            self.scratch_size = n
-        for i in range(n):
-            load_key(&self.scratch[i], keys[i])
-            if self.scratch[i].group >= self.groups:
-                raise ValueError(
-                    f"key of group {self.scratch[i].group}, there are {self.groups} groups")
-        return n
+    cdef int refuse(self, object key) except -1:
+        """Say what is wrong with a key."""
+        cdef kvt_key k
+        load_key(&k, key)
+        raise ValueError(f"key of group {k.group}, there are {self.groups} groups")
 
     cdef Py_ssize_t find(self, list keys) except -1:
-        cdef Py_ssize_t n = self.load(keys)
+        """Check all keys and look them up; `scratch` has them then."""
+        cdef Py_ssize_t n = len(keys), i, length
+        cdef kvt_key *k
+        cdef void *first
+        if not n:
+            return 0
+        key = keys[0]
+        if PyBytes_CheckExact(key):
+            first = PyBytes_AS_STRING(key)
+            kvt_trail_batch(&self.trail, first, <unsigned> PyBytes_GET_SIZE(key))
+        if kvt_trail_room(&self.trail, self.trail.base + n) < 0:
+            raise MemoryError
+        for i in range(n):
+            key = keys[i]
+            if not PyBytes_CheckExact(key):
+                self.refuse(key)
+            length = PyBytes_GET_SIZE(key)
+            if length < 5 or length > KVT_KEY_BYTES:
+                self.refuse(key)
+            k = kvt_trail_key(&self.trail, i, PyBytes_AS_STRING(key), <unsigned> length)
+            if k.group >= self.groups:
+                self.refuse(key)
+        self.scratch = &self.trail.k[self.trail.base]
         kvt_find_all(&self.c, self.scratch, n)
         return n
 
@@ -349,19 +370,19 @@ cdef class Index:
         self.changed()
 
     # Lookups.
-    def lookup(self, key: bytes) -> int:
+    @cython.binding(False)  # a plain method descriptor: the interpreter calls it without detours
+    def lookup(self, key, /):
         """0 absent, 1 WRITING, 2 READY."""
-        cdef kvt_key k
         cdef uint64_t word
-        load_key(&k, key)
+        cdef Py_ssize_t length = PyBytes_GET_SIZE(key) if PyBytes_CheckExact(key) else 0
+        if length < 5 or length > KVT_KEY_BYTES:
+            self.refuse(key)
+        cdef kvt_key *k = kvt_trail_next(&self.trail)
+        kvt_key_words(k, PyBytes_AS_STRING(key), <unsigned> length)
         if k.group >= self.groups:
-            raise ValueError(f"key of group {k.group}, there are {self.groups} groups")
-        cdef int64_t s = kvt_find(&self.c.t, &k, &word)
-        if s < 0:
-            return 0
-        # Keys are asked for in prefix order, and a run stands in neighbouring slots.
-        kvt_prefetch_neighbours(&self.c.t, s)
-        return kvt_state(word)
+            self.refuse(key)
+        kvt_trail_kept(&self.trail)
+        return kvt_state(word) if kvt_lookup(&self.c, k, &word) >= 0 else 0
 
     def lookup_batch(self, keys) -> tuple:
         """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""
@@ -395,13 +416,20 @@ cdef class Index:
         cdef kvt_key *k = self.scratch
         cdef Reservation result = Reservation.__new__(Reservation)
         cdef int64_t s
+        cdef int evicted
+        cdef kvt_miss miss
         cdef uint64_t word
         cdef int64_t *slot
         cdef uint32_t *generation
         cdef unsigned flags = KVT_UNSAVED if self.track_unsaved else 0
-        result.keys = []
-        result.evicted = []
-        result.evicted_unsaved = []
+        cdef list victims = [], unsaved = []
+        cdef bytes victim
+        cdef Py_ssize_t first = 0, last = 0
+        cdef int64_t claimed = -1
+        cdef uint64_t seen[KVT_SEEN]
+        memset(seen, 0, sizeof(seen))
+        result.evicted = victims
+        result.evicted_unsaved = unsaved
         result.complete = True
         for i in range(n):
             if k[i].slot >= 0:
@@ -410,34 +438,53 @@ cdef class Index:
             for i in range(n):
                 if i % KVT_BLOCK == 0:
                     kvt_prefetch_reserve(&self.c, &k[i], n - i)
-                # Looked up again: the key may stand twice in this call.
-                if k[i].slot >= 0 or kvt_find(&self.c.t, &k[i], &word) >= 0:
+                if k[i].slot >= 0:
                     continue
-                s = kvt_reserve(&self.c, &k[i], self.payload[k[i].group], flags,
-                                note_victim, <void *> result)
+                # Looked up again if it may stand twice in this call.
+                if kvt_seen(seen, k[i].hash) and kvt_find(&self.c.t, &k[i], &word) >= 0:
+                    continue
+                s = kvt_claim(&self.c, &k[i], &miss, &evicted)
                 if s == -1:
                     result.complete = False
                     break
-                if s == -3:
-                    raise result.error
-                if s < 0:
+                if s >= 0 and evicted:
+                    claimed = s
+                    victim = key_bytes(&self.c.t.rec[s])
+                    victims.append(victim)
+                    if kvt_flags(&self.c.t.rec[s]) & KVT_UNSAVED:
+                        unsaved.append(victim)
+                    claimed = -1
+                if s < 0 or kvt_settle(
+                    &self.c, <uint32_t> s, &k[i], &miss, self.payload[k[i].group], flags
+                ):
                     self.broken("a free slot was not free, or a victim not in the key table")
                 # The slot number of a new key is kept as -2 - slot: it is not protected.
                 k[i].slot = -2 - s
-                result.keys.append(items[i])
+                if not taken:
+                    first = i
+                last = i
                 taken += 1
         finally:
+            kvt_forget_ahead(&self.c)
+            if claimed >= 0:  # no memory for its key: gone in any case, the caller hears of it
+                kvt_disclaim(&self.c, <uint32_t> claimed, &miss)
             for i in range(n):
                 if k[i].slot >= 0:
                     self.c.l.node[k[i].slot].info &= ~KVT_PROTECT
                     kvt_reconsider(&self.c, <uint32_t> k[i].slot)
         result.slots = slot_array(taken, &slot)
         result.generations = generation_array(taken, &generation)
-        for i in range(n):
+        # All of them as a rule: one slice, and no list grown key by key.
+        cdef bint gaps = taken and last - first + 1 != taken
+        result.keys = [] if gaps or not taken else PyList_GetSlice(items, first, last + 1)
+        for i in range(first, last + 1 if taken else 0):
             if k[i].slot <= -2:
-                slot[at] = -2 - k[i].slot
+                k[i].slot = -2 - k[i].slot
+                slot[at] = k[i].slot
                 generation[at] = kvt_gen(self.c.t.rec[slot[at]].word)
                 at += 1
+                if gaps:
+                    result.keys.append(items[i])
         self.changed()
         return result
 
@@ -445,18 +492,25 @@ cdef class Index:
         """WRITING to READY; returns the keys for which that happened."""
         cdef list items = keys if type(keys) is list else list(keys)
         cdef Py_ssize_t n = self.find(items), i
-        cdef list done = []
+        cdef Py_ssize_t prefix = 0
+        cdef list done = None
         cdef int64_t s
         for i in range(n):
             s = self.scratch[i].slot
-            if s >= 0 and kvt_set_state(&self.c, s, KVT_WRITING, KVT_READY):
-                self.c.num_writing -= 1
-                self.c.num_ready += 1
-                self.c.ready_bytes += self.c.t.rec[s].length
-                kvt_reconsider(&self.c, s)
-                done.append(items[i])
+            if s < 0 or not kvt_set_state(&self.c, s, KVT_WRITING, KVT_READY):
+                continue
+            self.c.num_writing -= 1
+            self.c.num_ready += 1
+            self.c.ready_bytes += self.c.t.rec[s].length
+            kvt_reconsider(&self.c, s)
+            if done is None:
+                if prefix == i:
+                    prefix += 1  # all of them as a rule: one slice at the end
+                    continue
+                done = items[:prefix]
+            done.append(items[i])
         self.changed()
-        return done
+        return items[:prefix] if done is None else done
 
     def abort(self, keys) -> int:
         """WRITING back to FREE; keys in other states are left alone. Returns how many."""
@@ -640,6 +694,7 @@ cdef class Index:
                         self.lent(&s[i], &g[i], 1)
                         if (
                             kvt_list_of(&self.c.l.node[slot]) == KVT_ORPHAN_WRITING
+                            or self.scratch[i].slot >= 0
                             or kvt_find(&self.c.t, &self.scratch[i], &word) >= 0
                         ):
                             self.end_lease(slot)

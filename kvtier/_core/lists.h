@@ -28,7 +28,7 @@
 static inline void *kvt_alloc(uint64_t count, size_t size)
 {
     size_t bytes = (size_t)count * size;
-    if (bytes < KVT_HUGE_PAGE)
+    if (bytes < KVT_HUGE_PAGE / 2)
         return calloc(count, size);
     bytes = (bytes + KVT_HUGE_PAGE - 1) / KVT_HUGE_PAGE * KVT_HUGE_PAGE;
     void *p = aligned_alloc(KVT_HUGE_PAGE, bytes);

@@ -24,8 +24,8 @@ typedef struct {
 } kvt_ghost;
 
 typedef struct {
-    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes */
-    uint64_t *table;   /* tag 32 bits, ghost + 1 32 bits; 0 is empty */
+    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes; owned */
+    uint64_t *table;   /* tag 32 bits, ghost + 1 32 bits; 0 is empty; behind the ghosts */
     uint64_t size;     /* of the table */
     uint64_t slots;
     uint32_t free;     /* chain of unused ghosts through next */
@@ -59,7 +59,6 @@ static void kvt_arc_destroy(void *self)
     kvt_arc_state *a = self;
     if (a) {
         free(a->ghost);
-        free(a->table);
         free(a);
     }
 }
@@ -71,12 +70,13 @@ static void *kvt_arc_create(uint64_t slots)
         return NULL;
     a->slots = slots;
     a->size = 2 * (slots + 1);
-    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost));
-    a->table = kvt_alloc(a->size, sizeof(*a->table));
-    if (!a->ghost || !a->table) {
+    /* One piece of memory, so that as much of it as possible is in large pages. */
+    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost) + 2 * sizeof(*a->table));
+    if (!a->ghost) {
         kvt_arc_destroy(a);
         return NULL;
     }
+    a->table = (uint64_t *)(a->ghost + slots + 1);
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
     return a;
 }
@@ -84,7 +84,10 @@ static void *kvt_arc_create(uint64_t slots)
 static inline void kvt_arc_print(const kvt_key *k, uint64_t print[2])
 {
     print[0] = k->hash;
-    print[1] = kvt_hash(k->w, k->len, 0x2f0b4f6d8f1c7a35ULL) & ~1ULL;
+    /* Most keys are hashes themselves: one multiplication over all words is enough here. */
+    print[1] = kvt_mix(k->w[0] ^ (k->w[2] << 32 | k->w[2] >> 32) ^ 0x2f0b4f6d8f1c7a35ULL,
+                       k->w[1] ^ (k->w[3] << 32 | k->w[3] >> 32) ^ k->w[4] ^
+                           0x9e6c63d0876a46cbULL) & ~1ULL;
 }
 
 static int64_t kvt_arc_find(const kvt_arc_state *a, const uint64_t print[2])

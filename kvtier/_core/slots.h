@@ -6,7 +6,8 @@
  * the readers and the pin functions; the functions marked "owner" belong to the one owner thread.
  *
  * Invariants
- * - A word changes by compare-and-swap only. READY is stored with release order after payload and
+ * - A word changes by compare-and-swap only, but for the owner's FREE to WRITING: nobody else
+ *   changes a FREE word. READY is stored with release order after payload and
  *   record, so whoever reads READY with acquire order sees both.
  * - Key bytes change only while the slot is FREE, or WRITING with key length 0 (a lent slot), and a
  *   slot in which somebody holds a pin is neither.
@@ -58,6 +59,7 @@ typedef struct {
     int64_t slot;
     uint32_t group;
     uint8_t len;
+    uint8_t hashed; /* whether `hash` has been computed */
 } kvt_key;
 
 typedef struct {
@@ -110,18 +112,33 @@ static inline uint64_t kvt_hash(const uint64_t *w, unsigned len, uint64_t salt)
                    c ^ (a << 41 | a >> 23) ^ (b << 11 | b >> 53));
 }
 
-/* Takes 5 to 40 bytes over; the caller checked the length. */
-static inline void kvt_key_load(kvt_key *k, const void *bytes, unsigned len)
+/* Takes 5 to 40 bytes over; the caller checked the length. The hash is left to kvt_key_hash. */
+static inline void kvt_key_words(kvt_key *k, const void *bytes, unsigned len)
 {
     const unsigned char *end = (const unsigned char *)bytes + len - 4;
-    memset(k->w, 0, sizeof(k->w));
-    if (len == 36) /* vLLM's; a constant size needs no call */
-        memcpy(k->w, bytes, 36);
-    else
+    if (len == 36) { /* vLLM's. Whole words: a word read back was written in one piece. */
+        uint32_t last;
+        memcpy(k->w, bytes, 32);
+        memcpy(&last, end, 4);
+        k->w[4] = last; /* the layout of a record is little-endian */
+    } else {
+        memset(k->w, 0, sizeof(k->w));
         memcpy(k->w, bytes, len);
-    k->len = (uint8_t)len;
+    }
     k->group = (uint32_t)end[0] << 24 | (uint32_t)end[1] << 16 | (uint32_t)end[2] << 8 | end[3];
-    k->hash = kvt_hash(k->w, len, 0);
+    k->len = (uint8_t)len;
+}
+
+static inline void kvt_key_hash(kvt_key *k)
+{
+    k->hash = kvt_hash(k->w, k->len, 0);
+    k->hashed = 1;
+}
+
+static inline void kvt_key_load(kvt_key *k, const void *bytes, unsigned len)
+{
+    kvt_key_words(k, bytes, len);
+    kvt_key_hash(k);
     k->slot = -1;
 }
 
@@ -135,6 +152,7 @@ static inline void kvt_key_of(kvt_key *k, const kvt_record *r)
 static inline int kvt_same_key(const kvt_record *r, const kvt_key *k)
 {
     uint64_t d = __atomic_load_n(&r->key_len, __ATOMIC_ACQUIRE) ^ k->len;
+#pragma GCC unroll 5
     for (int i = 0; i < KVT_KEY_WORDS; i++)
         d |= __atomic_load_n(&r->key[i], __ATOMIC_RELAXED) ^ k->w[i];
     return d == 0;
@@ -214,17 +232,28 @@ static inline int64_t kvt_find(const kvt_table *t, const kvt_key *k, uint64_t *w
     return -1;
 }
 
+/* Which entries of a bucket are `e`, as bits. Without branches: where it stands is anyone's guess. */
+static inline unsigned kvt_entries(const kvt_bucket *b, uint64_t e)
+{
+    unsigned bits = 0;
+#pragma GCC unroll 7
+    for (int i = 0; i < KVT_BUCKET_ENTRIES; i++)
+        bits |= (unsigned)(b->entry[i] == e) << i;
+    return bits;
+}
+
 /* Owner. The table has 1.75 entries a slot, so there is always room. */
 static inline void kvt_table_add(kvt_table *t, uint64_t hash, uint64_t slot)
 {
     uint64_t b = kvt_home(t, hash);
     for (;; b = kvt_next(t, b)) {
         kvt_bucket *p = &t->bucket[b];
-        for (int i = 0; i < KVT_BUCKET_ENTRIES; i++)
-            if (!p->entry[i]) {
-                __atomic_store_n(&p->entry[i], kvt_entry(hash, slot), __ATOMIC_RELEASE);
-                return;
-            }
+        unsigned empty = kvt_entries(p, 0);
+        if (empty) {
+            __atomic_store_n(&p->entry[__builtin_ctz(empty)], kvt_entry(hash, slot),
+                             __ATOMIC_RELEASE);
+            return;
+        }
         __atomic_store_n(&p->passed, p->passed + 1, __ATOMIC_RELAXED);
     }
 }
@@ -236,14 +265,14 @@ static inline int kvt_table_remove(kvt_table *t, uint64_t hash, uint64_t slot)
     uint64_t b = home, left = t->num_buckets;
     for (;; b = kvt_next(t, b)) {
         kvt_bucket *p = &t->bucket[b];
-        for (int i = 0; i < KVT_BUCKET_ENTRIES; i++)
-            if (p->entry[i] == gone) {
-                __atomic_store_n(&p->entry[i], 0, __ATOMIC_RELEASE);
-                for (uint64_t a = home; a != b; a = kvt_next(t, a))
-                    __atomic_store_n(&t->bucket[a].passed, t->bucket[a].passed - 1,
-                                     __ATOMIC_RELAXED);
-                return 1;
-            }
+        unsigned found = kvt_entries(p, gone);
+        if (found) {
+            __atomic_store_n(&p->entry[__builtin_ctz(found)], 0, __ATOMIC_RELEASE);
+            for (uint64_t a = home; a != b; a = kvt_next(t, a))
+                __atomic_store_n(&t->bucket[a].passed, t->bucket[a].passed - 1,
+                                 __ATOMIC_RELAXED);
+            return 1;
+        }
         if (!p->passed || !--left)
             return 0;
     }
@@ -302,6 +331,7 @@ static inline void kvt_write_key(kvt_record *r, const kvt_key *k, uint32_t lengt
     /* Orders the FREE word before the bytes: see kvt_holds. */
     __atomic_thread_fence(__ATOMIC_RELEASE);
     __atomic_store_n(&r->key_len, 0, __ATOMIC_RELAXED);
+#pragma GCC unroll 5
     for (int i = 0; i < KVT_KEY_WORDS; i++)
         __atomic_store_n(&r->key[i], k->w[i], __ATOMIC_RELAXED);
     r->length = length;

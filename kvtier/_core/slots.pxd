@@ -38,6 +38,7 @@ cdef extern from "slots.h" nogil:
         int64_t slot
         uint32_t group
         uint8_t len
+        uint8_t hashed
 
     ctypedef struct kvt_table:
         kvt_record *rec
