@@ -121,8 +121,9 @@ class Cache:
         with self._call(request_id) as context:
             # In portions, so that the first ones may leave for the tiers while the rest comes.
             portion = max(1, self._engine.geometry.num_slots // 4)
+            deadline = self._loop.time() + self._store_seconds
             for start in range(0, len(keys), portion):
-                stored += await self._store(keys[start : start + portion], views, context)
+                stored += await self._store(keys[start : start + portion], views, context, deadline)
         taken = set(stored)
         rest = [key for key in keys if key not in taken]
         # What is neither ours nor anybody else's found no slot.
@@ -131,10 +132,14 @@ class Cache:
         return StoreResult(stored, present, [key for key in rest if key not in known])
 
     async def _store(
-        self, keys: list[bytes], views: Mapping[bytes, memoryview], context: RequestContext
+        self,
+        keys: list[bytes],
+        views: Mapping[bytes, memoryview],
+        context: RequestContext,
+        deadline: float,
     ) -> list[bytes]:
-        deadline = self._loop.time() + self._store_seconds
-        while self._engine.make_room(len(keys)) < len(keys) and self._loop.time() < deadline:
+        absent = sum(not self._engine.holds(key) for key in keys)
+        while self._engine.make_room(absent) < absent and self._loop.time() < deadline:
             # Chunks that no tier has yet would have to go. The tiers are at it: wait for them.
             self._step()
             if self._engine.idle:
@@ -362,6 +367,10 @@ class Cache:
             self._loop.call_soon_threadsafe(self._on_wake)
 
     def _on_wake(self) -> None:
+        if not self._closing and not self._waiters:
+            # Nobody waits, but what had been put off may go to the tiers now.
+            self._engine.poll()
+            self._step()
         for waiter in self._waiters:
             self._settle(waiter)
 

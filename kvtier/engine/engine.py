@@ -340,10 +340,14 @@ class Engine:
 
     def end_step(self) -> None:
         """Once a scheduler step, after its last lookup."""
+        started = time.perf_counter()
         if not self._polled:
             self.poll()
         self._flush()
         self._polled = False
+        self._recorder.observe(
+            "kvtier_scheduler_seconds", time.perf_counter() - started, ("end_step",)
+        )
         if self._now >= self._metrics_at:
             self._metrics_at = self._now + METRICS_SECONDS
             self.publish_metrics()

@@ -96,8 +96,9 @@ class Loads:
         for record in list(self.finds.values()):
             if record.ended:
                 continue
-            self._expires_at = min(self._expires_at, record.deadline)
-            if now >= record.deadline:
+            if now < record.deadline:
+                self._expires_at = min(self._expires_at, record.deadline)
+            else:
                 self._leave_line(record)
                 for key in record.keys:
                     if record.request.status.get(key) in (ASKED, COMING):
@@ -242,6 +243,12 @@ class Loads:
         self.lent += len(pairs)
         return [slot for slot, _ in pairs], [generation for _, generation in pairs]
 
+    def _enter_line(self, record: FindRecord) -> None:
+        # By request: one of which a part came back must not wait behind those that wait for what
+        # it holds.
+        if record not in self.line:
+            insort(self.line, record, key=lambda one: (one.request.number, one.job))
+
     def _leave_line(self, record: FindRecord) -> None:
         if record in self.line:
             self.line.remove(record)
@@ -301,25 +308,16 @@ class Loads:
             self._adopt(record, message, alive and in_time, now)
         for i in (*message.absent, *message.failed):
             status[keys[i]] = GONE
-        if message.absent:
-            for tier in request.tiers:
-                self._state.recorder.add(
-                    "kvtier_lookup_chunks_total",
-                    len(message.absent),
-                    (self._tiers[tier].name, "miss"),
-                )
         if message.final:
             self._leave_line(record)
             request.finds.discard(record.job)
-        elif alive and message.present:
+        elif alive and message.present and now < record.deadline:
             wants = record.present - record.granted
             if wants > 0:
                 record.wants = wants
                 if record not in self.line:
                     record.wanted_since = now
-                    # By request: one of which a part came back must not wait behind those that
-                    # wait for what it holds.
-                    insort(self.line, record, key=lambda one: (one.request.number, one.job))
+                    self._enter_line(record)
                     if self.line[0].request is not request:
                         # Behind others: what it held would keep them, and so itself, waiting.
                         self.release(request)
@@ -375,9 +373,19 @@ class Loads:
         if record is not None:
             self._give_back(record, message.slots)
 
-    def undeliverable(self, message: m.Find | m.Lend) -> None:
-        """The service did not take it: its slots come back; a find ends as failed."""
-        record = self.finds[message.job]
+    def undeliverable(self, message: m.Find | m.Lend | m.NoMoreSlots) -> None:
+        """The service did not take it: its slots come back; a find ends as failed, or stands in
+        the line again for what it did not get."""
+        record = self.finds.get(message.job)
+        if record is None:
+            return
+        if isinstance(message, m.NoMoreSlots):
+            self._enter_line(record)
+            return
+        if isinstance(message, m.Lend):
+            record.wants += len(message.slots)
+            record.granted -= len(message.slots)
+            self._enter_line(record)
         if isinstance(message, m.Find):
             record.ended = True
             record.request.finds.discard(record.job)

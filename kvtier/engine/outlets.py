@@ -66,6 +66,7 @@ class Outlets:
         self._recorder = recorder
         self._http: HttpThread | None = None
         self._publisher: Publisher | None = None
+        self._events_dropped = 0
 
     def open(self) -> None:
         """Open the endpoint and the event stream, where they are asked for."""
@@ -166,6 +167,11 @@ class Outlets:
         recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * slot_bytes)
         for tier in self.tiers:
             recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
+            recorder.set("kvtier_backlog_chunks", len(tier.backlog), (tier.name,))
+        if self._publisher is not None:
+            dropped = self._publisher.dropped
+            recorder.add("kvtier_events_dropped_total", dropped - self._events_dropped)
+            self._events_dropped = dropped
         self.registry.apply(recorder.take(), source="owner")
 
     def stats(self) -> EngineStats:

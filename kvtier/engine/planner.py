@@ -68,9 +68,12 @@ class Planner:
         # Whether there is anything to say to a service at all.
         self._active = bool(tiers) or self.verifier.active
         self._request_number = 0
+        # Of a small host memory no more than a part: the rest is there to be found again.
+        self._free_ahead = min(config.promotion_slots, geometry.num_slots // 8)
         self._touched: dict[str, Request] = {}  # requests with hits in this step
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None
+        self._service_up = False
         self._cleared_to = -1  # position of the clean-up after a dead service; -1: none
 
     def take_out(self) -> list[m.ToService]:
@@ -161,6 +164,12 @@ class Planner:
         """Answer for a READY key that has to be compared with its checksum first."""
         if request.wait_until is not None and now >= request.wait_until:
             return Lookup.MISS
+        if not self._service_up:
+            # Nobody is there to compare it; host memory serves all the same.
+            self._recorder.add("kvtier_verified_chunks_total", 1, ("unchecked",))
+            request.verified.add(key)
+            self.hit((key,), request)
+            return Lookup.HIT
         self.verifier.ask(key, request)
         self.loads.wait(request, now)
         return Lookup.RETRY
@@ -234,6 +243,7 @@ class Planner:
             case m.Health():
                 self._health(message.tier, message.readable, message.writable, message.cause)
             case m.Ready():
+                self._service_up = True
                 for i, cause in enumerate(message.causes):
                     self._health(i, not cause, not cause, cause)
             case m.ResetDone():
@@ -273,9 +283,8 @@ class Planner:
             verify = self.verifier.flush(self.state.next_job())
             if verify is not None:
                 self.state.out.append(verify)
-        promotion_slots = self.state.config.promotion_slots
-        if self._tiers and promotion_slots:
-            self.state.evicted(self._index.keep_free(promotion_slots))
+        if self._tiers and self._free_ahead:
+            self.state.evicted(self._index.keep_free(self._free_ahead))
         self._index.reap()
 
     def undeliverable(self, messages: Sequence[m.ToService]) -> None:
@@ -288,7 +297,9 @@ class Planner:
                     self.stores.undeliverable(message)
                 case m.Verify():
                     self.verifier.undeliverable(message)
-                case m.NoMoreSlots() | m.Cancel():
+                case m.NoMoreSlots():
+                    self.loads.undeliverable(message)
+                case m.Cancel():
                     # Its find ends by its deadline all the same.
                     continue
                 case m.Reset():
@@ -300,6 +311,7 @@ class Planner:
 
     def service_lost(self) -> None:
         """The service has ended and touches nothing any more: its jobs end as failed."""
+        self._service_up = False
         self.loads.service_lost()
         self.stores.service_lost()
         self.verifier.forget()
@@ -333,6 +345,7 @@ class Planner:
         """
         self.loads.reset(self.requests.values())
         self.stores.reset()
+        self.verifier.reset()
         for request in self.requests.values():
             request.forget()
         self._touched.clear()

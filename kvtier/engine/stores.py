@@ -29,6 +29,10 @@ MAX_RETRY_SECONDS = 30.0
 """Pause after the first refusal, doubled with each further one."""
 
 
+MAX_STORED = 4096
+"""Stores that wait for a flush that may cascade them."""
+
+
 class Stores:
     """Decides what is cascaded.
 
@@ -49,7 +53,7 @@ class Stores:
         self._thresholds = any(tier.config.store_threshold > 1 for tier in state.tiers)
         self._takes_all = not self._thresholds and all(tier.takes_all for tier in state.tiers)
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
-        self._stored: list[tuple[list[bytes], Request | None]] = []
+        self._stored: list[tuple[list[bytes], Request | None, bool]] = []
 
     # --- from the scheduler ---
 
@@ -73,15 +77,20 @@ class Stores:
             self._offers.popitem(last=False)
         due = [key for key in due if self._index.lookup(key) == READY]
         if due:
-            self._stored.append((due, request))
+            self._stored.append((due, request, True))
 
     def commit(self, keys: Sequence[bytes], request: Request | None) -> list[bytes]:
         """Chunks are in host memory; they go to the tiers at the next flush."""
         stored = self._index.commit(keys)
         if stored:
             self._state.emit("stored", stored, None, "host")
-            if self._active:
-                self._stored.append((stored, request))
+            if self._active and len(self._stored) < MAX_STORED:
+                self._stored.append((stored, request, False))
+            elif self._active:
+                # The service does not answer (a reset is not done): bounded, like all that waits.
+                for tier in self._tiers:
+                    for key in stored:
+                        self._put_off(tier, key)
         return stored
 
     # --- at the end of a step ---
@@ -89,41 +98,51 @@ class Stores:
     def flush(self, now: float) -> None:
         """Cascade what was stored, then what had been put off, as far as the bounds allow."""
         stored, self._stored = self._stored, []
-        for keys, request in stored:
+        for keys, request, due in stored:
             if self._all_fit(keys):
                 self._cascade(keys, list(range(len(self._tiers))), request, now)
             else:
-                self._choose(keys, request, now)
+                self._choose(keys, request, due, now)
         for i, tier in enumerate(self._tiers):
             if now >= tier.retry_at:
                 self._offer_refused(tier, now)
             if tier.backlog:
                 self._flush_backlog(i, tier, now)
 
-    def _choose(self, keys: Sequence[bytes], request: Request | None, now: float) -> None:
-        """Each chunk to the tiers that want it and have room."""
+    def _choose(
+        self, keys: Sequence[bytes], request: Request | None, due: bool, now: float
+    ) -> None:
+        """Each chunk to the tiers that want it and have room.
+
+        `due`: it was in host memory, and has only now been offered often enough for some tier.
+        """
+        unwanted = []
         batches: dict[tuple[int, ...], list[bytes]] = {}
         for key in keys:
             group = key_group(key)
             length = self._state.payload_bytes[group]
             chosen = []
+            wanted = False
+            offers = self._offers.get(key, 1)
             for i, tier in enumerate(self._tiers):
                 threshold = tier.config.store_threshold
-                if threshold > 1 and self._offers.get(key, 0) != threshold:
-                    # Before: too early. Beyond: it went out when the threshold was reached.
-                    continue
-                if threshold == 1 and self._thresholds and self._offers.get(key, 1) > 1:
+                if offers < threshold or (due and offers != threshold):
                     continue
                 if not tier.admits(key, group, request):
                     continue
+                wanted = True
                 if tier.backlog or not _fits(tier, length):
                     self._put_off(tier, key)
                     continue
                 tier.inflight_bytes += length
                 chosen.append(i)
+            if not wanted and not due:
+                unwanted.append(key)
             if chosen or self._checksums:
                 # Without a tier that takes it: only for its checksum.
                 batches.setdefault(tuple(chosen), []).append(key)
+        # What no tier is to have is no loss when it goes, and need not outlive what is saved.
+        self._index.mark_saved(unwanted)
         for tiers, batch in batches.items():
             self._cascade(batch, list(tiers), request, now)
 
@@ -181,6 +200,8 @@ class Stores:
         for key, (tries, due) in tier.refused.items():
             if now >= due > 0:
                 tier.refused[key] = (tries, 0.0)
+                if len(tier.backlog) == tier.backlog.maxlen:
+                    self._drop(tier, 1, "bound")
                 tier.backlog.append(key)
             elif due > now:
                 tier.retry_at = min(tier.retry_at, due)

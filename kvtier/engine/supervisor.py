@@ -173,7 +173,12 @@ class Supervisor:
         self._restarter = threading.Thread(
             target=self._restart, args=(namespace,), name="kvtier-restart"
         )
-        self._restarter.start()
+        try:
+            self._restarter.start()
+        except RuntimeError as exc:  # no more threads; later perhaps
+            log.error("the tier service cannot be started again now: %s", exc)
+            self._restarter = None
+            self.restart_at = now + MAX_RESTART_SECONDS
 
     def _restart(self, namespace: dict[str, str]) -> None:
         try:

@@ -44,6 +44,7 @@ class Verifier:
         self._recorder = recorder
         self._asked: dict[bytes, list[Request]] = {}
         self._sent: set[bytes] = set()
+        self._stale: set[int] = set()  # jobs from before a reset
 
     def due(self, key: bytes, request: Request) -> bool:
         """Whether this request may not have the chunk before it has been compared."""
@@ -59,6 +60,9 @@ class Verifier:
 
     def flush(self, job: int) -> m.Verify | None:
         """The message for what was asked since the last call, if anything, under this number."""
+        for key, requests in list(self._asked.items()):
+            if all(request.ended for request in requests):
+                del self._asked[key]
         keys = [key for key in self._asked if key not in self._sent]
         if not keys:
             return None
@@ -77,6 +81,9 @@ class Verifier:
         if message.job not in self.jobs:
             raise InternalError(f"news of job {message.job}, which has ended")
         keys, _, _ = self.jobs.pop(message.job)
+        if message.job in self._stale:
+            self._stale.discard(message.job)
+            return [], []
         bad = [keys[i] for i in message.bad]
         requests = []
         for key in keys:
@@ -101,8 +108,15 @@ class Verifier:
             self._slots.unpin_service(slot, generation)
         self._sent.difference_update(keys)
 
+    def reset(self) -> None:
+        """Everything was forgotten: what is under way is about chunks that are no more."""
+        self._stale.update(self.jobs)
+        self._asked.clear()
+        self._sent.clear()
+
     def forget(self) -> None:
         """The service is gone, or everything was reset: nothing is under way any more."""
         self.jobs.clear()
+        self._stale.clear()
         self._asked.clear()
         self._sent.clear()

@@ -120,7 +120,8 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_verified_chunks_total",
         "counter",
-        "Chunks of host memory compared with their CRC-32C, by result: ok, corrupt.",
+        "Chunks of host memory compared with their CRC-32C before a load, by result: ok, corrupt, "
+        "unchecked (the tier service was down).",
         ("result",),
     ),
     # Lookups

@@ -319,7 +319,7 @@ class FindJob:
         ]
         if corrupt:
             log.warning("tier %s: %d corrupt chunks, not used", lane.tier.name, len(corrupt))
-            await lane.forget(corrupt)
+            lane.forget_later(corrupt)
 
     async def _wait(self) -> None:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""

@@ -192,6 +192,9 @@ class Lane:
             log.error("tier %s answered %d of %d keys", self.tier.name, len(result), len(keys))
             self._count("exists", Outcome.INTERNAL, len(keys))
             return Outcome.INTERNAL
+        absent = result.count(Presence.ABSENT)
+        if absent:
+            self._recorder.add("kvtier_lookup_chunks_total", absent, (self.tier.name, "miss"))
         return result
 
     async def load(
@@ -254,6 +257,10 @@ class Lane:
     def count_corrupt(self, chunks: int) -> None:
         """Loaded chunks whose bytes turned out wrong after the tier had called them good."""
         self._recorder.add("kvtier_corrupt_chunks_total", chunks, (self.tier.name,))
+
+    def forget_later(self, keys: Sequence[bytes]) -> None:
+        """``forget`` as a task of the lane: whoever met the corruption need not wait for it."""
+        self._tasks.start(self.forget(keys), f"forget-{self.tier.name}")
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Tell the tier that its copies of `keys` are corrupt."""

@@ -310,7 +310,7 @@ class TierService:
                     self._lanes,
                     job.stop,
                     self._post,
-                    self._config.lookup_timeout_seconds / 2,
+                    self._config.lookup_timeout_seconds / (len(message.tiers) + 1),
                     self._clock,
                 )
                 job.task = self._tasks.start(
@@ -482,7 +482,10 @@ class TierService:
 
     async def _send_samples(self) -> None:
         while True:
+            started = self._clock()
             await asyncio.sleep(SAMPLES_SECONDS)
+            lag = max(0.0, self._clock() - started - SAMPLES_SECONDS)
+            self._recorder.observe("kvtier_service_loop_lag_seconds", lag)
             if self.can_send_samples():
                 self._emit_samples()
 
