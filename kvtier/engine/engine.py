@@ -236,10 +236,13 @@ class Engine:
         """
         if not self._polled:
             self.poll()
+        request = self._planner.request(context)
+        if self._now < request.answer_until and request.asked == keys:
+            # It waits, and there is no news: what it may have is held, so the answer is the same.
+            return request.answer
         if self._verify:
             return self._lookup_verified(keys, context)
         ready, states = self._index.lookup_batch(keys)
-        request = self._planner.request(context)
         if ready:
             self._planner.hit(keys[:ready], request)
         if ready == len(keys):
@@ -295,7 +298,8 @@ class Engine:
         """The bytes of these chunks are in host memory. Returns those that became READY now."""
         stored = self._planner.commit(keys, context)
         if stored and self._supervisor is not None:
-            self._flush()
+            self._planner.flush_stores(self._clock())
+            self._send()
         return stored
 
     def abort(self, keys: Sequence[bytes], context: RequestContext) -> int:
@@ -329,8 +333,7 @@ class Engine:
         """The request has ended: its chunks are touched, prefix first; what it waited for is
         let go."""
         self._planner.finish(context)
-        if self._tiers:
-            self._flush()
+        self._send()
 
     def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:
         """Slots that were in WRITING at a reset, and whose writer has ended since."""
@@ -368,10 +371,12 @@ class Engine:
 
     def _flush(self) -> None:
         self._now = self._clock()
-        planner = self._planner
-        planner.flush(self._now)
-        if planner.state.out:
-            out = planner.take_out()
+        self._planner.flush(self._now)
+        self._send()
+
+    def _send(self) -> None:
+        if self._planner.state.out:
+            out = self._planner.take_out()
             assert self._supervisor is not None  # there is something to say only to a service
             self._supervisor.send(out)
 

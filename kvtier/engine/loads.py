@@ -29,6 +29,13 @@ PATIENCE = 3
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
+HOLD_CHUNKS = 512
+"""Chunks held in one step; for the rest, the next lookup of the request counts."""
+
+ANSWER_SECONDS = 0.05
+"""How long the answer to a batch stands without news of the request's own: chunks that others
+bring into host memory are found after that."""
+
 
 class Loads:
     """Asks the tiers, lends slots, holds what has come.
@@ -57,6 +64,7 @@ class Loads:
         self._has_windows = any(window is not None for window in self._windows)
         self._windowed: list[Request] = []  # requests with a count in ``window_left``
         self._expires_at = math.inf  # nothing that is held or asked for expires before
+        self._may_hold = HOLD_CHUNKS  # in this step
 
     @property
     def hold_limit(self) -> int:
@@ -79,6 +87,7 @@ class Loads:
 
     def expire(self, requests: Iterable[Request], now: float) -> None:
         """Let go of what nobody came back for, and give up finds without an end."""
+        self._may_hold = HOLD_CHUNKS
         for request in self._windowed:
             request.window_left.clear()
         self._windowed.clear()
@@ -100,9 +109,7 @@ class Loads:
                 self._expires_at = min(self._expires_at, record.deadline)
             else:
                 self._leave_line(record)
-                for key in record.keys:
-                    if record.request.status.get(key) in (ASKED, COMING):
-                        record.request.status[key] = GONE
+                _give_up(record)
 
     # --- asking ---
 
@@ -145,17 +152,28 @@ class Loads:
             for record in self.line:
                 if record.request is request:
                     return
-        keys = [key for key in dict.fromkeys(request.hits) if key not in request.held]
-        room = self.hold_limit - self.held - self.lent
-        keys = [key for key in keys[: max(0, room)] if self._index.lookup(key) == READY]
+        wanted = [key for key in dict.fromkeys(request.hits) if key not in request.held]
+        room = min(self.hold_limit - self.held - self.lent, self._may_hold)
+        keys = wanted[: max(0, room)]
+        ready, states = self._index.lookup_batch(keys)
+        if ready != len(keys):
+            keys = [key for key, state in zip(keys, states, strict=True) if state == READY]
+        self._may_hold -= len(keys)
         self._hold(keys, request, now)
+        if len(keys) == len(wanted):
+            self.settle(request, now)
+
+    def settle(self, request: Request, now: float) -> None:
+        """All that the request was told is ready is held: its answer stands until there is news."""
+        if request.asked is not None and request.wait_until is not None:
+            request.answer_until = min(now + ANSWER_SECONDS, request.wait_until)
 
     def _hold(self, keys: Sequence[bytes], request: Request, now: float) -> None:
         if not keys:
             return
         slots, generations = self._index.pin(keys)
-        for key, slot, generation in zip(keys, slots.tolist(), generations.tolist(), strict=True):
-            request.held[key] = (slot, generation)
+        pins = zip(slots.tolist(), generations.tolist(), strict=True)
+        request.held.update(zip(keys, pins, strict=True))
         self.held += len(keys)
         request.hold_until = now + HOLD_SECONDS
         self._expires_at = min(self._expires_at, request.hold_until)
@@ -164,6 +182,7 @@ class Loads:
         """Give holds of a request back: those of `keys`, or all."""
         if not request.held:
             return
+        request.news()
         if keys is None:
             pins = list(request.held.values())
             request.held.clear()
@@ -200,6 +219,7 @@ class Loads:
                     continue
                 if not tiers:
                     request.status.update(dict.fromkeys(keys, GONE))
+                    request.news()
                     continue
                 self._find(request, keys, windowed, tiers, now)
 
@@ -295,6 +315,7 @@ class Loads:
             self._give_back(record, [*message.slots, *message.unused], ended=message.final)
             return
         request = record.request
+        request.news()
         alive = not request.ended
         keys = record.keys
         status = request.status
@@ -336,20 +357,15 @@ class Loads:
             np.array(message.crcs, dtype=np.uint32),
             saved=True,
         )
-        for key in keys:
-            request.status[key] = LOADED
-            request.sources[key] = message.tier
+        request.status.update(dict.fromkeys(keys, LOADED))
+        request.sources.update(dict.fromkeys(keys, message.tier))
         if alive:
             # Where the key had come by another way meanwhile, that slot is held instead.
-            self._hold(
-                [
-                    key
-                    for key in keys
-                    if key not in request.held and self._index.lookup(key) == READY
-                ],
-                request,
-                now,
-            )
+            keep = [key for key in keys if key not in request.held]
+            ready, states = self._index.lookup_batch(keep)
+            if ready != len(keep):
+                keep = [key for key, state in zip(keep, states, strict=True) if state == READY]
+            self._hold(keep, request, now)
         name = self._tiers[message.tier].name
         self._state.recorder.add("kvtier_lookup_chunks_total", len(keys), (name, "hit"))
         self._state.emit("stored", keys, name, "host")
@@ -391,6 +407,7 @@ class Loads:
             record.request.finds.discard(record.job)
             self._leave_line(record)
             record.request.status.update(dict.fromkeys(record.keys, GONE))
+            record.request.news()
         self._give_back(record, message.slots)
         if record.ended and not record.lent:
             self.finds.pop(record.job, None)
@@ -410,9 +427,7 @@ class Loads:
             record.ended = True
             if not record.stale:
                 record.request.finds.discard(record.job)
-                for key in record.keys:
-                    if record.request.status.get(key) in (ASKED, COMING):
-                        record.request.status[key] = GONE
+                _give_up(record)
             self._give_back(record, list(record.lent))
         self.finds.clear()
         self.line.clear()
@@ -427,3 +442,12 @@ class Loads:
             if not record.stale:
                 self.lent -= len(record.lent)
                 record.stale = True
+
+
+def _give_up(record: FindRecord) -> None:
+    """What a find has not settled is not to be had."""
+    status = record.request.status
+    for key in record.keys:
+        if status.get(key) in (ASKED, COMING):
+            status[key] = GONE
+    record.request.news()

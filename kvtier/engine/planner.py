@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +159,12 @@ class Planner:
                 answer = one
         if ready:
             self.hit(ready, request)
+        if answer is not Lookup.MISS and WRITING not in states:
+            # Nothing but its own finds can change this soon: see ``Request.answer_until``.
+            request.asked = keys[:]
+            request.answer = (start, answer)
+            if not request.hits:
+                self.loads.settle(request, now)
         return answer
 
     def verify(self, key: bytes, request: Request, now: float) -> Lookup:
@@ -202,11 +209,7 @@ class Planner:
         self._count(request)
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
-        keys = list(request.used)
-        positions = context.positions
-        if positions and request.used.keys() <= positions.keys():
-            keys.sort(key=positions.__getitem__)
-        self._index.touch(keys)
+        self._index.touch(_in_order(request.used, context.positions))
 
     def _count(self, request: Request) -> None:
         """Host hits and misses of the keys looked up in this step, each once a request."""
@@ -268,24 +271,35 @@ class Planner:
             self._touched.clear()
             self._index.reap()
             return
-        for request in list(self._touched.values()):
+        self.loads.expire(self.requests.values(), now)
+        for request in self._touched.values():
             if request.wait_until is not None and now < request.wait_until:
                 self.loads.hold_hits(request, now)
             self._count(request)
         self._touched.clear()
-        self.loads.expire(self.requests.values(), now)
         if self._unsent_reset is not None:
             self.state.out.append(self._unsent_reset)
             self._unsent_reset = None
-        if self._cleared_to < 0 and not self.reset_pending:
+        if self._service_takes:
             self.loads.flush(now)
             self.stores.flush(now)
-            verify = self.verifier.flush(self.state.next_job())
-            if verify is not None:
-                self.state.out.append(verify)
+            if self.verifier.active:
+                verify = self.verifier.flush(self.state.next_job())
+                if verify is not None:
+                    self.state.out.append(verify)
         if self._tiers and self._free_ahead:
             self.state.evicted(self._index.keep_free(self._free_ahead))
         self._index.reap()
+
+    def flush_stores(self, now: float) -> None:
+        """Cascade what was just committed; everything else waits for the end of the step."""
+        if self._active and self._service_takes:
+            self.stores.flush(now)
+
+    @property
+    def _service_takes(self) -> bool:
+        """Not while a dead service's pins are cleared up, nor while a reset is under way."""
+        return self._cleared_to < 0 and not self.reset_pending
 
     def undeliverable(self, messages: Sequence[m.ToService]) -> None:
         """The service did not take these: undo what they handed over."""
@@ -362,3 +376,16 @@ class Planner:
             if slot not in lent and self.state.slots.state(slot) == WRITING
         ]
         return slots[written], generations[written]
+
+
+def _in_order(used: dict[bytes, None], positions: dict[bytes, int]) -> list[bytes]:
+    """The keys by position, where all are known; else in the order of their first use."""
+    keys = list(used)
+    places = list(map(positions.get, keys))
+    if None in places:
+        return keys
+    known = cast("list[int]", places)
+    # Mostly they are in order already, and comparing numbers costs less than sorting keys.
+    if known != sorted(known):
+        keys.sort(key=positions.__getitem__)
+    return keys

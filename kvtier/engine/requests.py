@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.types import RequestContext
+from kvtier.types import Lookup, RequestContext
 
 ASKED, COMING, GONE, LOADED = 1, 2, 3, 4
 """Of a key that was not in host memory: nobody knows yet; a tier has it; not to be had; it came."""
@@ -15,6 +15,9 @@ class Request:
     """State of one request. Plain data; the planner changes it."""
 
     __slots__ = (
+        "answer",
+        "answer_until",
+        "asked",
         "context",
         "counted",
         "ended",
@@ -48,6 +51,13 @@ class Request:
         """Keys answered HIT since the end of the last step."""
         self.held: dict[bytes, tuple[int, int]] = {}
         """Pinned until the request loads them, ends, or `hold_until`: slot and generation."""
+        self.asked: Sequence[bytes] | None = None
+        """Keys of the last batch of which some will come; None when there may be news since."""
+        self.answer = (0, Lookup.RETRY)
+        """What was said of them."""
+        self.answer_until = 0.0
+        """Until then the same may be said again: everything it calls ready is held, and its own
+        finds have brought nothing new."""
         self.hold_until = 0.0
         self.wait_until: float | None = None
         """When its lookups become misses, unless there is news before. None: it never waited."""
@@ -74,8 +84,14 @@ class Request:
         else:
             self.used = dict.fromkeys(keys)
 
+    def news(self) -> None:
+        """Something has changed for it: its next lookup looks again."""
+        self.asked = None
+        self.answer_until = 0.0
+
     def forget(self) -> None:
         """A reset: nothing of what it knows of chunks is true any more."""
+        self.news()
         self.status.clear()
         self.fresh.clear()
         self.hits.clear()

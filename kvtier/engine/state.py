@@ -7,7 +7,6 @@ Invariant: messages in ``out`` are in the order in which they were decided.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -39,7 +38,7 @@ class TierState:
         "name",
         "readable",
         "refused",
-        "retry_at",
+        "retries",
         "writable",
     )
 
@@ -60,13 +59,8 @@ class TierState:
         self.refused: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         """Chunks the tier did not take: how often, and when it is asked again (then they are in
         the backlog as well). Bounded like the backlog."""
-        self.retry_at = math.inf
-        """When the first of them is due."""
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether ``admits`` is True whatever the chunk."""
-        return self.config.groups is None and not self.config.min_prefix_tokens
+        self.retries: list[tuple[float, bytes]] = []
+        """Heap of when they are due."""
 
     def admits(self, key: bytes, group: int, request: Request | None) -> bool:
         """Whether the tier wants this chunk, of that KV cache group, at all."""

@@ -8,9 +8,10 @@ it has not answered yet.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from kvtier._core.index import Reservation
 from kvtier._core.slots import READY
@@ -32,6 +33,12 @@ MAX_RETRY_SECONDS = 30.0
 MAX_STORED = 4096
 """Stores that wait for a flush that may cascade them."""
 
+BACKLOG_CHUNKS = 512
+"""Chunks put off that are looked at in one step, for each tier."""
+
+PORTION_CHUNKS = 64
+"""So many of them at a time: where there is room for few, few are looked at."""
+
 
 class Stores:
     """Decides what is cascaded.
@@ -51,9 +58,19 @@ class Stores:
         self._checksums = checksums
         self._active = bool(state.tiers) or checksums
         self._thresholds = any(tier.config.store_threshold > 1 for tier in state.tiers)
-        self._takes_all = not self._thresholds and all(tier.takes_all for tier in state.tiers)
+        self._by_group = self._tiers_by_group()
+        self._least_bytes = min(state.payload_bytes)
         self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
         self._stored: list[tuple[list[bytes], Request | None, bool]] = []
+
+    def _tiers_by_group(self) -> list[tuple[int, ...]] | None:
+        """The tiers that want the chunks of each group; None where more than that decides."""
+        if self._thresholds or any(tier.config.min_prefix_tokens for tier in self._tiers):
+            return None
+        return [
+            tuple(i for i, tier in enumerate(self._tiers) if tier.admits(b"", group, None))
+            for group in range(len(self._state.payload_bytes))
+        ]
 
     # --- from the scheduler ---
 
@@ -89,8 +106,7 @@ class Stores:
             elif self._active:
                 # The service does not answer (a reset is not done): bounded, like all that waits.
                 for tier in self._tiers:
-                    for key in stored:
-                        self._put_off(tier, key)
+                    self._put_off(tier, stored)
         return stored
 
     # --- at the end of a step ---
@@ -99,12 +115,10 @@ class Stores:
         """Cascade what was stored, then what had been put off, as far as the bounds allow."""
         stored, self._stored = self._stored, []
         for keys, request, due in stored:
-            if self._all_fit(keys):
-                self._cascade(keys, list(range(len(self._tiers))), request, now)
-            else:
+            if not self._send_all(keys, request, now):
                 self._choose(keys, request, due, now)
         for i, tier in enumerate(self._tiers):
-            if now >= tier.retry_at:
+            if tier.retries and now >= tier.retries[0][0]:
                 self._offer_refused(tier, now)
             if tier.backlog:
                 self._flush_backlog(i, tier, now)
@@ -132,7 +146,7 @@ class Stores:
                     continue
                 wanted = True
                 if tier.backlog or not _fits(tier, length):
-                    self._put_off(tier, key)
+                    self._put_off(tier, [key])
                     continue
                 tier.inflight_bytes += length
                 chosen.append(i)
@@ -147,37 +161,76 @@ class Stores:
             self._cascade(batch, list(tiers), request, now)
 
     def _flush_backlog(self, i: int, tier: TierState, now: float) -> None:
-        batch = []
-        while tier.backlog and tier.writable:
-            key = tier.backlog[0]
-            length = self._state.payload_bytes[key_group(key)]
-            if self._index.lookup(key) != READY:
-                # Evicted, reset or dropped meanwhile: this tier never gets it.
+        """Send what had been put off, the oldest first, as far as the tier has room."""
+        batch: list[bytes] = []
+        left = BACKLOG_CHUNKS
+        while left > 0 and tier.backlog and _fits(tier, self._least_bytes):
+            portion = list(islice(tier.backlog, min(left, PORTION_CHUNKS)))
+            taken = self._take_backlog(tier, portion, batch)
+            for _ in range(taken):
                 tier.backlog.popleft()
-                tier.refused.pop(key, None)
-                self._drop(tier, 1, "bound")
-                continue
-            if not _fits(tier, length):
-                break
-            tier.backlog.popleft()
-            tier.inflight_bytes += length
-            batch.append(key)
+            left = left - taken if taken == len(portion) else 0
         if batch:
             self._cascade(batch, [i], None, now)
 
-    def _all_fit(self, keys: Sequence[bytes]) -> bool:
-        """Count `keys` as in flight at every tier, if all of them admit all and have the room."""
-        if not self._takes_all:
+    def _take_backlog(self, tier: TierState, portion: list[bytes], batch: list[bytes]) -> int:
+        """Move what fits to `batch`; how many of `portion` are done with, stale ones included."""
+        _, states = self._index.lookup_batch(portion)
+        payload_bytes = self._state.payload_bytes
+        stale = 0
+        done = 0
+        for key, state in zip(portion, states, strict=True):
+            if state == READY:
+                length = payload_bytes[key_group(key)]
+                if not _fits(tier, length):
+                    break
+                tier.inflight_bytes += length
+                batch.append(key)
+            else:
+                # Evicted, reset or dropped meanwhile: this tier never gets it.
+                tier.refused.pop(key, None)
+                stale += 1
+            done += 1
+        if stale:
+            self._drop(tier, stale, "bound")
+        return done
+
+    def _send_all(self, keys: Sequence[bytes], request: Request | None, now: float) -> bool:
+        """Send `keys`, or put them off, as a whole. False where that does not go: the tiers want
+        different ones of them, or have room for a part."""
+        wanting = self._wanting(keys)
+        if wanting is None:
             return False
         length_bytes = self._length_bytes(keys)
-        for tier in self._tiers:
+        fit = []
+        for i in wanting:
+            tier = self._tiers[i]
             if tier.backlog or not tier.writable:
+                continue
+            if tier.inflight_bytes + length_bytes <= tier.bound_bytes:
+                fit.append(i)
+            elif _fits(tier, self._state.payload_bytes[key_group(keys[0])]):
                 return False
-            if tier.inflight_bytes + length_bytes > tier.bound_bytes:
-                return False
-        for tier in self._tiers:
-            tier.inflight_bytes += length_bytes
+        for i in wanting:
+            if i not in fit:
+                self._put_off(self._tiers[i], keys)
+        for i in fit:
+            self._tiers[i].inflight_bytes += length_bytes
+        if fit or self._checksums:
+            # Without a tier that takes them: only for their checksums.
+            self._cascade(list(keys), fit, request, now)
         return True
+
+    def _wanting(self, keys: Sequence[bytes]) -> tuple[int, ...] | None:
+        """Tiers that want all of `keys`, where no other one wants any; None: ask key by key."""
+        if self._by_group is None:
+            return None
+        if len(self._by_group) == 1:
+            return self._by_group[0]
+        groups = set(map(key_group, keys))
+        wanting = {self._by_group[group] for group in groups}
+        # Chunks of several groups have several lengths.
+        return wanting.pop() if len(wanting) == 1 else None
 
     def _length_bytes(self, keys: Sequence[bytes]) -> int:
         """Payload bytes of chunks."""
@@ -186,25 +239,32 @@ class Stores:
             return payload_bytes[0] * len(keys)
         return sum(payload_bytes[key_group(key)] for key in keys)
 
-    def _put_off(self, tier: TierState, key: bytes) -> None:
+    def _put_off(self, tier: TierState, keys: Sequence[bytes]) -> None:
         if tier.config.backpressure == "drop":
-            self._drop(tier, 1, "bound" if tier.writable else "breaker")
+            self._drop(tier, len(keys), "bound" if tier.writable else "breaker")
             return
-        if len(tier.backlog) == tier.backlog.maxlen:
-            self._drop(tier, 1, "bound")
-        tier.backlog.append(key)
-        self._state.recorder.add("kvtier_deferred_chunks_total", 1, (tier.name,))
+        backlog = tier.backlog
+        assert backlog.maxlen is not None
+        beyond = len(backlog) + len(keys) - backlog.maxlen
+        if beyond > 0:
+            self._drop(tier, beyond, "bound")
+        backlog.extend(keys)
+        self._state.recorder.add("kvtier_deferred_chunks_total", len(keys), (tier.name,))
 
     def _offer_refused(self, tier: TierState, now: float) -> None:
-        tier.retry_at = math.inf
-        for key, (tries, due) in tier.refused.items():
-            if now >= due > 0:
-                tier.refused[key] = (tries, 0.0)
-                if len(tier.backlog) == tier.backlog.maxlen:
-                    self._drop(tier, 1, "bound")
-                tier.backlog.append(key)
-            elif due > now:
-                tier.retry_at = min(tier.retry_at, due)
+        """What is due again goes into the backlog, a part a step."""
+        retries = tier.retries
+        for _ in range(BACKLOG_CHUNKS):
+            if not retries or retries[0][0] > now:
+                break
+            due, key = heappop(retries)
+            tries, valid = tier.refused.get(key, (0, 0.0))
+            if valid != due:
+                continue  # forgotten, or refused anew
+            tier.refused[key] = (tries, 0.0)
+            if len(tier.backlog) == tier.backlog.maxlen:
+                self._drop(tier, 1, "bound")
+            tier.backlog.append(key)
 
     def _refused(self, tier: TierState, key: bytes, now: float) -> None:
         """The tier did not take a chunk; while host memory has it there may be a next time."""
@@ -212,12 +272,18 @@ class Stores:
         if tier.config.backpressure == "drop" or tries >= MAX_TRIES:
             self._drop(tier, 1, "refused")
             return
-        if len(tier.refused) == tier.backlog.maxlen:
+        most = tier.backlog.maxlen
+        assert most is not None
+        if len(tier.refused) == most:
             tier.refused.popitem(last=False)
             self._drop(tier, 1, "bound")
-        pause = min(RETRY_SECONDS * 2 ** (tries - 1), MAX_RETRY_SECONDS)
-        tier.refused[key] = (tries, now + pause)
-        tier.retry_at = min(tier.retry_at, now + pause)
+        due = now + min(RETRY_SECONDS * 2 ** (tries - 1), MAX_RETRY_SECONDS)
+        tier.refused[key] = (tries, due)
+        heappush(tier.retries, (due, key))
+        if len(tier.retries) > 2 * most:
+            # Mostly of what was forgotten meanwhile.
+            tier.retries = [(due, key) for key, (_, due) in tier.refused.items() if due]
+            heapify(tier.retries)
 
     def _drop(self, tier: TierState, chunks: int, reason: str) -> None:
         self._state.recorder.add("kvtier_dropped_chunks_total", chunks, (tier.name, reason))
@@ -271,13 +337,17 @@ class Stores:
         record.tiers.discard(message.tier)
         tier.inflight_bytes -= record.length_bytes
         if not record.stale:
-            saved: list[bytes] = []
-            for key, outcome in zip(record.keys, message.outcomes, strict=True):
-                if outcome <= Outcome.EXISTS:
-                    saved.append(key)
-                    tier.refused.pop(key, None)
-                elif outcome in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
-                    self._refused(tier, key, now)
+            saved = record.keys
+            if len(message.outcomes) != len(saved):
+                raise InternalError(f"{len(message.outcomes)} outcomes for {len(saved)} chunks")
+            if max(message.outcomes) > Outcome.EXISTS or tier.refused:
+                saved = []
+                for key, outcome in zip(record.keys, message.outcomes, strict=True):
+                    if outcome <= Outcome.EXISTS:
+                        saved.append(key)
+                        tier.refused.pop(key, None)
+                    elif outcome in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
+                        self._refused(tier, key, now)
             self._index.mark_saved(saved)
             self._state.emit("stored", saved, "host", tier.name)
         if not record.tiers:
@@ -290,16 +360,14 @@ class Stores:
             self._state.slots.unpin_service(slot, generation)
         for i in record.tiers:
             self._tiers[i].inflight_bytes -= record.length_bytes
-            for key in record.keys:
-                self._put_off(self._tiers[i], key)
+            self._put_off(self._tiers[i], record.keys)
 
     def service_lost(self) -> None:
         """The service is gone, and its pins are taken back elsewhere: offer its chunks again."""
         for cascade in self.cascades.values():
             for i in cascade.tiers:
                 if not cascade.stale:
-                    for key in cascade.keys:
-                        self._put_off(self._tiers[i], key)
+                    self._put_off(self._tiers[i], cascade.keys)
         self.cascades.clear()
         for tier in self._tiers:
             tier.inflight_bytes = 0
@@ -310,6 +378,7 @@ class Stores:
         for tier in self._tiers:
             tier.backlog.clear()
             tier.refused.clear()
+            tier.retries.clear()
         for cascade in self.cascades.values():
             cascade.stale = True
 
