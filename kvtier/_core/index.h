@@ -103,7 +103,7 @@ static inline void kvt_forget_ahead(kvt_index *x) { x->ahead_at = x->ahead_end =
 static inline int64_t kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
 {
     kvt_walk at;
-    int64_t s = kvt_first(&x->t, k, &at);
+    int64_t s = kvt_first(&x->t, k->hash, &at);
     if (s >= 0) {
         __builtin_prefetch(&x->t.rec[s], 1);
         __builtin_prefetch(&x->l.node[s], 1);
