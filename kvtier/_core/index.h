@@ -29,7 +29,8 @@ typedef struct {
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
     /* The victims that the running reserve expects, oldest first, with their hashes. */
     kvt_key ahead[KVT_BLOCK];
-    int ahead_at, ahead_end;
+    int ahead_at, ahead_end; /* [ahead_at, ahead_end) have hashes and are still to go */
+    int expected;            /* so many have a slot; not all of them may have to go */
 } kvt_index;
 
 static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy)
@@ -57,43 +58,49 @@ static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
     __builtin_prefetch(&x->t.bucket[kvt_home(&x->t, k->hash)], 1);
 }
 
-/* The next n victims, most likely: their records, then what removing them will write. */
-static inline void kvt_prefetch_victims(kvt_index *x, int n)
+/* n absent keys may come: their victims, most likely, with nodes and records on their way. */
+static inline void kvt_expect(kvt_index *x, int64_t n)
 {
-    unsigned cls = x->policy->victim(x->state, &x->l, x->capacity, NULL);
-    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
-    int found = 0, end = 0;
-    for (; found < n && at != KVT_NIL; at = x->l.node[at].prev) {
-        __builtin_prefetch(&x->t.rec[at], 1);
-        x->ahead[found++].slot = at;
+    int64_t most = n - (int64_t)x->num_free;
+    int found = 0;
+    if (most > KVT_BLOCK)
+        most = KVT_BLOCK;
+    if (most > 0) {
+        unsigned cls = x->policy->victim(x->state, &x->l, x->capacity, NULL);
+        uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
+        for (; found < most && at != KVT_NIL; at = x->l.node[at].prev) {
+            __builtin_prefetch(&x->t.rec[at], 1);
+            x->ahead[found++].slot = at;
+        }
     }
-    for (; end < found; end++) {
-        kvt_key *k = &x->ahead[end];
-        const kvt_record *r = &x->t.rec[k->slot];
-        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
-            break;
-        kvt_key_words(k, r->key, r->key_len);
-        kvt_key_hash(k);
-        kvt_prefetch_bucket(x, k);
-        x->policy->prefetch(x->state, &x->l, x->capacity, k, 1);
-    }
-    x->ahead_at = 0;
-    x->ahead_end = end;
-    x->policy->prefetch(x->state, &x->l, x->capacity, NULL, n);
+    x->ahead_at = x->ahead_end = 0;
+    x->expected = found;
 }
 
-/* Before the keys [at, at + KVT_BLOCK) of a reserve. */
+/* Before the keys [at, at + KVT_BLOCK) of a reserve: what the policy will read for them, and what
+ * removing the expected victims will write. */
 static inline void kvt_prefetch_reserve(kvt_index *x, const kvt_key *k, int64_t n)
 {
-    int absent = 0;
+    int absent = 0, end = 0;
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
         if (k[i].slot == -1) {
             absent++;
             x->policy->prefetch(x->state, &x->l, x->capacity, &k[i], 1);
         }
-    x->ahead_at = x->ahead_end = 0;
-    if ((uint64_t)absent > x->num_free)
-        kvt_prefetch_victims(x, absent - (int)x->num_free);
+    absent -= x->num_free < KVT_BLOCK ? (int)x->num_free : KVT_BLOCK;
+    for (; end < absent && end < x->expected; end++) {
+        kvt_key *v = &x->ahead[end];
+        const kvt_record *r = &x->t.rec[v->slot];
+        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
+            break;
+        kvt_key_words(v, r->key, r->key_len);
+        kvt_key_hash(v);
+        kvt_prefetch_bucket(x, v);
+        x->policy->prefetch(x->state, &x->l, x->capacity, v, 1);
+    }
+    x->ahead_end = end;
+    if (end)
+        x->policy->prefetch(x->state, &x->l, x->capacity, NULL, end);
 }
 
 /* End of a reserve: from now on keys may leave their slots by other ways. */

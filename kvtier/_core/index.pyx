@@ -132,6 +132,7 @@ cdef extern from "index.h":
         KVT_SEEN
     bint kvt_seen(uint64_t *, uint64_t)
     void kvt_prefetch_reserve(kvt_index *, const kvt_key *, int64_t)
+    void kvt_expect(kvt_index *, int64_t)
     void kvt_forget_ahead(kvt_index *)
     void kvt_prefetch_links(const kvt_index *, int64_t)
     void kvt_push_free(kvt_index *, uint32_t)
@@ -412,6 +413,7 @@ cdef class Index:
     def reserve(self, keys) -> Reservation:
         """Slots in WRITING for the longest leading part of the absent keys that fits."""
         cdef list items = keys if type(keys) is list else list(keys)
+        kvt_expect(&self.c, len(items))
         cdef Py_ssize_t n = self.find(items), i, taken = 0, at = 0
         cdef kvt_key *k = self.scratch
         cdef Reservation result = Reservation.__new__(Reservation)
@@ -437,6 +439,8 @@ cdef class Index:
         try:
             for i in range(n):
                 if i % KVT_BLOCK == 0:
+                    if i:
+                        kvt_expect(&self.c, n - i)
                     kvt_prefetch_reserve(&self.c, &k[i], n - i)
                 if k[i].slot >= 0:
                     continue

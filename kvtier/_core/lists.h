@@ -28,12 +28,13 @@
 static inline void *kvt_alloc(uint64_t count, size_t size)
 {
     size_t bytes = (size_t)count * size;
-    if (bytes < KVT_HUGE_PAGE / 2)
-        return calloc(count, size);
-    bytes = (bytes + KVT_HUGE_PAGE - 1) / KVT_HUGE_PAGE * KVT_HUGE_PAGE;
-    void *p = aligned_alloc(KVT_HUGE_PAGE, bytes);
+    int large = bytes >= KVT_HUGE_PAGE / 2;
+    size_t unit = large ? KVT_HUGE_PAGE : 64; /* a cache line */
+    bytes = (bytes + unit - 1) / unit * unit;
+    void *p = aligned_alloc(unit, bytes);
     if (p) {
-        madvise(p, bytes, MADV_HUGEPAGE); /* a wish: fewer TLB misses where it is granted */
+        if (large)
+            madvise(p, bytes, MADV_HUGEPAGE); /* a wish: fewer TLB misses where it is granted */
         memset(p, 0, bytes);
     }
     return p;
