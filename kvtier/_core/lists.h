@@ -142,10 +142,23 @@ static inline void kvt_push_head(kvt_lists *l, unsigned list, uint32_t s)
 static inline void kvt_use(kvt_lists *l, unsigned cls, uint32_t s)
 {
     kvt_node *n = &l->node[s];
-    if (kvt_list_of(n))
-        kvt_unlink(l, s);
+    const unsigned list = kvt_place_list(cls, KVT_MAIN), from = kvt_list_of(n);
     n->info = (n->info & ((1ULL << KVT_RANK_SHIFT) - 1)) | ++l->rank << KVT_RANK_SHIFT;
-    kvt_push_head(l, kvt_place_list(cls, KVT_MAIN), s);
+    if (from == list && n->prev != KVT_NIL) {
+        /* To the front of its own list: no counter changes. */
+        kvt_list *p = &l->list[list];
+        l->node[n->prev].next = n->next;
+        if (n->next == KVT_NIL) p->tail = n->prev; else l->node[n->next].prev = n->prev;
+        if (p->hint == s) p->hint = n->prev;
+        n->prev = KVT_NIL;
+        n->next = p->head;
+        l->node[p->head].prev = s;
+        p->head = s;
+        return;
+    }
+    if (from)
+        kvt_unlink(l, s);
+    kvt_push_head(l, list, s);
 }
 
 /* By rank, looked for from `at`; after KVT_RANK_STEPS steps wherever it has come to. */
