@@ -29,8 +29,16 @@ typedef struct {
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
     /* The victims that the running reserve expects, oldest first, with their hashes. */
     kvt_key ahead[KVT_BLOCK];
-    int ahead_at, ahead_end;
+    int ahead_at, ahead_end; /* [ahead_at, ahead_end) have hashes and are still to go */
+    int expected;            /* so many have a slot; not all of them may have to go */
 } kvt_index;
+
+/* A call of the policy. Those known here are called by name, so that the compiler can put their few
+ * lines in place; any other one goes through its table. */
+#define KVT_POLICY(x, f, ...)                                                    \
+    ((x)->policy == &kvt_arc   ? kvt_arc_##f(__VA_ARGS__)                        \
+     : (x)->policy == &kvt_lru ? kvt_lru_##f(__VA_ARGS__)                        \
+                               : (x)->policy->f(__VA_ARGS__))
 
 static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy)
 {
@@ -57,43 +65,49 @@ static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
     __builtin_prefetch(&x->t.bucket[kvt_home(&x->t, k->hash)], 1);
 }
 
-/* The next n victims, most likely: their records, then what removing them will write. */
-static inline void kvt_prefetch_victims(kvt_index *x, int n)
+/* n absent keys may come: their victims, most likely, with nodes and records on their way. */
+static inline void kvt_expect(kvt_index *x, int64_t n)
 {
-    unsigned cls = x->policy->victim(x->state, &x->l, x->capacity, NULL);
-    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
-    int found = 0, end = 0;
-    for (; found < n && at != KVT_NIL; at = x->l.node[at].prev) {
-        __builtin_prefetch(&x->t.rec[at], 1);
-        x->ahead[found++].slot = at;
+    int64_t most = n - (int64_t)x->num_free;
+    int found = 0;
+    if (most > KVT_BLOCK)
+        most = KVT_BLOCK;
+    if (most > 0) {
+        unsigned cls = KVT_POLICY(x, victim, x->state, &x->l, x->capacity, NULL);
+        uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
+        for (; found < most && at != KVT_NIL; at = x->l.node[at].prev) {
+            __builtin_prefetch(&x->t.rec[at], 1);
+            x->ahead[found++].slot = at;
+        }
     }
-    for (; end < found; end++) {
-        kvt_key *k = &x->ahead[end];
-        const kvt_record *r = &x->t.rec[k->slot];
-        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
-            break;
-        kvt_key_words(k, r->key, r->key_len);
-        kvt_key_hash(k);
-        kvt_prefetch_bucket(x, k);
-        x->policy->prefetch(x->state, &x->l, x->capacity, k, 1);
-    }
-    x->ahead_at = 0;
-    x->ahead_end = end;
-    x->policy->prefetch(x->state, &x->l, x->capacity, NULL, n);
+    x->ahead_at = x->ahead_end = 0;
+    x->expected = found;
 }
 
-/* Before the keys [at, at + KVT_BLOCK) of a reserve. */
+/* Before the keys [at, at + KVT_BLOCK) of a reserve: what the policy will read for them, and what
+ * removing the expected victims will write. */
 static inline void kvt_prefetch_reserve(kvt_index *x, const kvt_key *k, int64_t n)
 {
-    int absent = 0;
+    int absent = 0, end = 0;
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
         if (k[i].slot == -1) {
             absent++;
-            x->policy->prefetch(x->state, &x->l, x->capacity, &k[i], 1);
+            KVT_POLICY(x, prefetch, x->state, &x->l, x->capacity, &k[i], 1);
         }
-    x->ahead_at = x->ahead_end = 0;
-    if ((uint64_t)absent > x->num_free)
-        kvt_prefetch_victims(x, absent - (int)x->num_free);
+    absent -= x->num_free < KVT_BLOCK ? (int)x->num_free : KVT_BLOCK;
+    for (; end < absent && end < x->expected; end++) {
+        kvt_key *v = &x->ahead[end];
+        const kvt_record *r = &x->t.rec[v->slot];
+        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
+            break;
+        kvt_key_words(v, r->key, r->key_len);
+        kvt_key_hash(v);
+        kvt_prefetch_bucket(x, v);
+        KVT_POLICY(x, prefetch, x->state, &x->l, x->capacity, v, 1);
+    }
+    x->ahead_end = end;
+    if (end)
+        KVT_POLICY(x, prefetch, x->state, &x->l, x->capacity, NULL, end);
 }
 
 /* End of a reserve: from now on keys may leave their slots by other ways. */
@@ -103,7 +117,7 @@ static inline void kvt_forget_ahead(kvt_index *x) { x->ahead_at = x->ahead_end =
 static inline int64_t kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
 {
     kvt_walk at;
-    int64_t s = kvt_first(&x->t, k, &at);
+    int64_t s = kvt_first(&x->t, k->hash, &at);
     if (s >= 0) {
         __builtin_prefetch(&x->t.rec[s], 1);
         __builtin_prefetch(&x->l.node[s], 1);
@@ -288,7 +302,7 @@ static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *br
     else
         kvt_key_of(k, &x->t.rec[s]);
     *broken |= !kvt_table_remove(&x->t, k->hash, s);
-    x->policy->evicted(x->state, &x->l, x->capacity, k, kvt_class(kvt_list_of(&x->l.node[s])), m);
+    KVT_POLICY(x, evicted, x->state, &x->l, x->capacity, k, kvt_class(kvt_list_of(&x->l.node[s])), m);
     kvt_unlink(&x->l, s);
     x->l.node[s].info = 0;
     return 1;
@@ -348,7 +362,7 @@ static inline int64_t kvt_take_victim(kvt_index *x, const kvt_miss *m, int saved
     kvt_check_service(x, KVT_SERVICE_CHECKS);
     for (;;) {
         int more = 0;
-        unsigned first = x->policy->victim(x->state, &x->l, x->capacity, m);
+        unsigned first = KVT_POLICY(x, victim, x->state, &x->l, x->capacity, m);
         for (unsigned i = 0; i < KVT_CLASSES; i++)
             if ((s = kvt_take_main(x, first ^ i, m, &more, broken)) >= 0)
                 return s;
@@ -368,14 +382,14 @@ static inline int64_t kvt_claim(kvt_index *x, const kvt_key *k, kvt_miss *m, int
 {
     int broken = 0;
     *evicted = 0;
-    x->policy->missed(x->state, &x->l, x->capacity, k, m);
+    KVT_POLICY(x, missed, x->state, &x->l, x->capacity, k, m);
     int64_t s = kvt_pop_free(x);
     if (s == -1) {
         s = kvt_take_victim(x, m, 0, &broken);
         *evicted = s >= 0;
     }
     if (s < 0 || broken) {
-        x->policy->refused(x->state, m);
+        KVT_POLICY(x, refused, x->state, m);
         return broken ? -2 : s;
     }
     return s;
@@ -384,7 +398,7 @@ static inline int64_t kvt_claim(kvt_index *x, const kvt_key *k, kvt_miss *m, int
 /* A claimed slot goes back unused. */
 static inline void kvt_disclaim(kvt_index *x, uint32_t s, kvt_miss *m)
 {
-    x->policy->refused(x->state, m);
+    KVT_POLICY(x, refused, x->state, m);
     kvt_push_free(x, s);
 }
 
@@ -401,8 +415,8 @@ static inline int kvt_settle(kvt_index *x, uint32_t s, const kvt_key *k, const k
     x->num_writing++;
     kvt_table_add(&x->t, k->hash, s);
     x->l.node[s].info = KVT_FRESH;
-    kvt_use(&x->l, x->policy->place(x->state, m), s);
-    x->policy->placed(x->state, &x->l, x->capacity);
+    kvt_use(&x->l, KVT_POLICY(x, place, x->state, m), s);
+    KVT_POLICY(x, placed, x->state, &x->l, x->capacity);
     return 0;
 }
 
@@ -411,15 +425,15 @@ static inline int kvt_adopt(kvt_index *x, uint32_t s, const kvt_key *k, uint32_t
                             unsigned flags, uint32_t crc)
 {
     kvt_miss m;
-    x->policy->missed(x->state, &x->l, x->capacity, k, &m);
+    KVT_POLICY(x, missed, x->state, &x->l, x->capacity, k, &m);
     x->t.rec[s].crc = crc;
     kvt_write_key(&x->t.rec[s], k, length, flags);
     kvt_unlink(&x->l, s);
     x->num_lent--;
     kvt_table_add(&x->t, k->hash, s);
     x->l.node[s].info = KVT_FRESH;
-    kvt_use(&x->l, x->policy->place(x->state, &m), s);
-    x->policy->placed(x->state, &x->l, x->capacity);
+    kvt_use(&x->l, KVT_POLICY(x, place, x->state, &m), s);
+    KVT_POLICY(x, placed, x->state, &x->l, x->capacity);
     if (!kvt_set_state(x, s, KVT_WRITING, KVT_READY))
         return -2;
     x->num_ready++;
@@ -434,7 +448,7 @@ static inline void kvt_touch(kvt_index *x, uint32_t s)
     if (n->info & KVT_FRESH)
         n->info &= ~KVT_FRESH;
     else
-        cls = x->policy->reused(x->state, cls);
+        cls = KVT_POLICY(x, reused, x->state, cls);
     kvt_use(&x->l, cls, s);
 }
 

@@ -12,7 +12,7 @@ from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.bytes cimport (
-    PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
+    PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
 )
 from cpython.list cimport PyList_GetSlice
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -111,7 +111,8 @@ cdef extern from "index.h":
     kvt_key *kvt_trail_next(kvt_trail *)
     void kvt_trail_kept(kvt_trail *)
     void kvt_trail_batch(kvt_trail *, const void *, unsigned)
-    kvt_key *kvt_trail_key(kvt_trail *, int64_t, const void *, unsigned)
+    int64_t kvt_trail_load(kvt_trail *, object, uint32_t)
+    bint kvt_is_key(object)
     void kvt_key_words(kvt_key *, const void *, unsigned)
     int64_t kvt_lookup(kvt_index *, kvt_key *, uint64_t *)
     int kvt_index_open(kvt_index *, const kvt_table *, const char *)
@@ -132,6 +133,7 @@ cdef extern from "index.h":
         KVT_SEEN
     bint kvt_seen(uint64_t *, uint64_t)
     void kvt_prefetch_reserve(kvt_index *, const kvt_key *, int64_t)
+    void kvt_expect(kvt_index *, int64_t)
     void kvt_forget_ahead(kvt_index *)
     void kvt_prefetch_links(const kvt_index *, int64_t)
     void kvt_push_free(kvt_index *, uint32_t)
@@ -319,27 +321,18 @@ cdef class Index:
 
     cdef Py_ssize_t find(self, list keys) except -1:
         """Check all keys and look them up; `scratch` has them then."""
-        cdef Py_ssize_t n = len(keys), i, length
-        cdef kvt_key *k
-        cdef void *first
+        cdef Py_ssize_t n = len(keys), bad
         if not n:
             return 0
         key = keys[0]
-        if PyBytes_CheckExact(key):
-            first = PyBytes_AS_STRING(key)
-            kvt_trail_batch(&self.trail, first, <unsigned> PyBytes_GET_SIZE(key))
+        if not kvt_is_key(key):
+            self.refuse(key)
+        kvt_trail_batch(&self.trail, PyBytes_AS_STRING(key), <unsigned> PyBytes_GET_SIZE(key))
         if kvt_trail_room(&self.trail, self.trail.base + n) < 0:
             raise MemoryError
-        for i in range(n):
-            key = keys[i]
-            if not PyBytes_CheckExact(key):
-                self.refuse(key)
-            length = PyBytes_GET_SIZE(key)
-            if length < 5 or length > KVT_KEY_BYTES:
-                self.refuse(key)
-            k = kvt_trail_key(&self.trail, i, PyBytes_AS_STRING(key), <unsigned> length)
-            if k.group >= self.groups:
-                self.refuse(key)
+        bad = kvt_trail_load(&self.trail, keys, self.groups)
+        if bad >= 0:
+            self.refuse(keys[bad])
         self.scratch = &self.trail.k[self.trail.base]
         kvt_find_all(&self.c, self.scratch, n)
         return n
@@ -374,15 +367,17 @@ cdef class Index:
     def lookup(self, key, /):
         """0 absent, 1 WRITING, 2 READY."""
         cdef uint64_t word
-        cdef Py_ssize_t length = PyBytes_GET_SIZE(key) if PyBytes_CheckExact(key) else 0
-        if length < 5 or length > KVT_KEY_BYTES:
+        cdef unsigned state
+        if not kvt_is_key(key):
             self.refuse(key)
         cdef kvt_key *k = kvt_trail_next(&self.trail)
-        kvt_key_words(k, PyBytes_AS_STRING(key), <unsigned> length)
+        kvt_key_words(k, PyBytes_AS_STRING(key), <unsigned> PyBytes_GET_SIZE(key))
         if k.group >= self.groups:
             self.refuse(key)
         kvt_trail_kept(&self.trail)
-        return kvt_state(word) if kvt_lookup(&self.c, k, &word) >= 0 else 0
+        state = kvt_state(word) if kvt_lookup(&self.c, k, &word) >= 0 else 0
+        # Constants, for which no number has to be made.
+        return 2 if state == KVT_READY else 0 if state == 0 else 1
 
     def lookup_batch(self, keys) -> tuple:
         """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""
@@ -412,6 +407,7 @@ cdef class Index:
     def reserve(self, keys) -> Reservation:
         """Slots in WRITING for the longest leading part of the absent keys that fits."""
         cdef list items = keys if type(keys) is list else list(keys)
+        kvt_expect(&self.c, len(items))
         cdef Py_ssize_t n = self.find(items), i, taken = 0, at = 0
         cdef kvt_key *k = self.scratch
         cdef Reservation result = Reservation.__new__(Reservation)
@@ -437,6 +433,8 @@ cdef class Index:
         try:
             for i in range(n):
                 if i % KVT_BLOCK == 0:
+                    if i:
+                        kvt_expect(&self.c, n - i)
                     kvt_prefetch_reserve(&self.c, &k[i], n - i)
                 if k[i].slot >= 0:
                     continue

@@ -28,12 +28,13 @@
 static inline void *kvt_alloc(uint64_t count, size_t size)
 {
     size_t bytes = (size_t)count * size;
-    if (bytes < KVT_HUGE_PAGE / 2)
-        return calloc(count, size);
-    bytes = (bytes + KVT_HUGE_PAGE - 1) / KVT_HUGE_PAGE * KVT_HUGE_PAGE;
-    void *p = aligned_alloc(KVT_HUGE_PAGE, bytes);
+    int large = bytes >= KVT_HUGE_PAGE / 2;
+    size_t unit = large ? KVT_HUGE_PAGE : 64; /* a cache line */
+    bytes = (bytes + unit - 1) / unit * unit;
+    void *p = aligned_alloc(unit, bytes);
     if (p) {
-        madvise(p, bytes, MADV_HUGEPAGE); /* a wish: fewer TLB misses where it is granted */
+        if (large)
+            madvise(p, bytes, MADV_HUGEPAGE); /* a wish: fewer TLB misses where it is granted */
         memset(p, 0, bytes);
     }
     return p;
@@ -141,10 +142,23 @@ static inline void kvt_push_head(kvt_lists *l, unsigned list, uint32_t s)
 static inline void kvt_use(kvt_lists *l, unsigned cls, uint32_t s)
 {
     kvt_node *n = &l->node[s];
-    if (kvt_list_of(n))
-        kvt_unlink(l, s);
+    const unsigned list = kvt_place_list(cls, KVT_MAIN), from = kvt_list_of(n);
     n->info = (n->info & ((1ULL << KVT_RANK_SHIFT) - 1)) | ++l->rank << KVT_RANK_SHIFT;
-    kvt_push_head(l, kvt_place_list(cls, KVT_MAIN), s);
+    if (from == list && n->prev != KVT_NIL) {
+        /* To the front of its own list: no counter changes. */
+        kvt_list *p = &l->list[list];
+        l->node[n->prev].next = n->next;
+        if (n->next == KVT_NIL) p->tail = n->prev; else l->node[n->next].prev = n->prev;
+        if (p->hint == s) p->hint = n->prev;
+        n->prev = KVT_NIL;
+        n->next = p->head;
+        l->node[p->head].prev = s;
+        p->head = s;
+        return;
+    }
+    if (from)
+        kvt_unlink(l, s);
+    kvt_push_head(l, list, s);
 }
 
 /* By rank, looked for from `at`; after KVT_RANK_STEPS steps wherever it has come to. */

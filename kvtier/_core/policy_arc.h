@@ -10,8 +10,7 @@
  * which leaves the lists as in the figure.
  *
  * A ghost is a 16-byte fingerprint. If two keys ever agree in it, the cost is one wrong adaptation.
- * Ghosts have a table of their own (linear probing, deletion by
- * shifting back, load at most 1/2).
+ * They have a table of their own, of the same kind as the key table: one cache line a step.
  */
 #ifndef KVTIER_POLICY_ARC_H
 #define KVTIER_POLICY_ARC_H
@@ -24,9 +23,8 @@ typedef struct {
 } kvt_ghost;
 
 typedef struct {
-    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes; owned */
-    uint64_t *table;   /* tag 32 bits, ghost + 1 32 bits; 0 is empty; behind the ghosts */
-    uint64_t size;     /* of the table */
+    kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes */
+    kvt_table t;       /* leads to ghosts instead of slots; its buckets are in front of `ghost` */
     uint64_t slots;
     uint32_t free;     /* chain of unused ghosts through next */
     uint32_t used;     /* ghosts ever used */
@@ -35,19 +33,10 @@ typedef struct {
     double p;
 } kvt_arc_state;
 
-static inline uint64_t kvt_arc_home(const kvt_arc_state *a, uint64_t tag)
-{
-    return (tag * a->size) >> 32;
-}
-static inline uint64_t kvt_arc_step(const kvt_arc_state *a, uint64_t i)
-{
-    return i + 1 == a->size ? 0 : i + 1;
-}
-
 static void kvt_arc_clear(void *self)
 {
     kvt_arc_state *a = self;
-    memset(a->table, 0, a->size * sizeof(*a->table));
+    memset(a->t.bucket, 0, a->t.num_buckets * sizeof(*a->t.bucket));
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
     a->used = 0;
     a->count[0] = a->count[1] = 0;
@@ -58,7 +47,7 @@ static void kvt_arc_destroy(void *self)
 {
     kvt_arc_state *a = self;
     if (a) {
-        free(a->ghost);
+        free(a->t.bucket);
         free(a);
     }
 }
@@ -69,14 +58,16 @@ static void *kvt_arc_create(uint64_t slots)
     if (!a)
         return NULL;
     a->slots = slots;
-    a->size = 2 * (slots + 1);
+    a->t.num_slots = slots + 1;
+    a->t.num_buckets = slots / 4 + 1;
     /* One piece of memory, so that as much of it as possible is in large pages. */
-    a->ghost = kvt_alloc(slots + 1, sizeof(*a->ghost) + 2 * sizeof(*a->table));
-    if (!a->ghost) {
+    uint64_t more = ((slots + 1) * sizeof(kvt_ghost) + sizeof(kvt_bucket) - 1) / sizeof(kvt_bucket);
+    a->t.bucket = kvt_alloc(a->t.num_buckets + more, sizeof(kvt_bucket));
+    if (!a->t.bucket) {
         kvt_arc_destroy(a);
         return NULL;
     }
-    a->table = (uint64_t *)(a->ghost + slots + 1);
+    a->ghost = (kvt_ghost *)(a->t.bucket + a->t.num_buckets);
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
     return a;
 }
@@ -92,14 +83,12 @@ static inline void kvt_arc_print(const kvt_key *k, uint64_t print[2])
 
 static int64_t kvt_arc_find(const kvt_arc_state *a, const uint64_t print[2])
 {
-    uint64_t tag = print[0] >> 32, e;
-    for (uint64_t i = kvt_arc_home(a, tag); (e = a->table[i]); i = kvt_arc_step(a, i))
-        if (e >> 32 == tag) {
-            const kvt_ghost *g = &a->ghost[(uint32_t)e - 1];
-            if (g->print[0] == print[0] && (g->print[1] & ~1ULL) == print[1])
-                return (uint32_t)e - 1;
-        }
-    return -1;
+    kvt_walk at;
+    int64_t g = kvt_first(&a->t, print[0], &at);
+    for (; g >= 0; g = kvt_more(&a->t, print[0], &at))
+        if (a->ghost[g].print[0] == print[0] && (a->ghost[g].print[1] & ~1ULL) == print[1])
+            break;
+    return g;
 }
 
 static void kvt_arc_remove(kvt_arc_state *a, uint32_t g)
@@ -111,21 +100,7 @@ static void kvt_arc_remove(kvt_arc_state *a, uint32_t g)
     a->count[b]--;
     n->next = a->free;
     a->free = g;
-
-    uint64_t tag = n->print[0] >> 32, hole = kvt_arc_home(a, tag);
-    while (a->table[hole] != (tag << 32 | (g + 1)))
-        hole = kvt_arc_step(a, hole);
-    /* Shift back whatever could not stand at its home because of the entry that goes. */
-    for (uint64_t i = kvt_arc_step(a, hole), e; (e = a->table[i]); i = kvt_arc_step(a, i)) {
-        uint64_t home = kvt_arc_home(a, e >> 32);
-        uint64_t from_home = i >= home ? i - home : i + a->size - home;
-        uint64_t from_hole = i >= hole ? i - hole : i + a->size - hole;
-        if (from_home >= from_hole) {
-            a->table[hole] = e;
-            hole = i;
-        }
-    }
-    a->table[hole] = 0;
+    kvt_table_remove(&a->t, n->print[0], g);
 }
 
 static void kvt_arc_add(kvt_arc_state *a, const uint64_t print[2], int b)
@@ -143,10 +118,7 @@ static void kvt_arc_add(kvt_arc_state *a, const uint64_t print[2], int b)
     if (n->next == KVT_NIL) a->tail[b] = g; else a->ghost[n->next].prev = g;
     a->head[b] = g;
     a->count[b]++;
-    uint64_t tag = print[0] >> 32, i = kvt_arc_home(a, tag);
-    while (a->table[i])
-        i = kvt_arc_step(a, i);
-    a->table[i] = tag << 32 | (g + 1);
+    kvt_table_add(&a->t, print[0], g);
 }
 
 /* |T1| + |B1| <= c, all four <= 2c, ghosts <= c; `going` chunks are about to leave T1, T2. */
@@ -166,14 +138,14 @@ static void kvt_arc_prefetch(const void *self, const kvt_lists *l, uint64_t c, c
 {
     const kvt_arc_state *a = self;
     if (k) {
-        __builtin_prefetch(&a->table[kvt_arc_home(a, k->hash >> 32)], 1);
+        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, k->hash)], 1);
         return;
     }
     /* The ghosts that case IV will trim, and their table entries. */
     int b = kvt_class_count(l, 0) + a->count[0] < c;
     uint32_t at = a->tail[b];
     for (int i = 0; i < n && at != KVT_NIL; i++, at = a->ghost[at].prev)
-        __builtin_prefetch(&a->table[kvt_arc_home(a, a->ghost[at].print[0] >> 32)], 1);
+        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, a->ghost[at].print[0])], 1);
 }
 
 static void kvt_arc_missed(void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
@@ -272,13 +244,14 @@ static int kvt_arc_check(const void *self, const kvt_lists *l, uint64_t c)
         if (n != a->count[b])
             return 3;
     }
-    for (uint64_t i = 0; i < a->size; i++)
-        seen += a->table[i] != 0;
+    for (uint64_t i = 0; i < a->t.num_buckets; i++)
+        for (int e = 0; e < KVT_BUCKET_ENTRIES; e++)
+            seen += a->t.bucket[i].entry[e] != 0;
     return seen == a->count[0] + a->count[1] ? 0 : 4;
 }
 
 static const kvt_policy kvt_arc = {
-    "arc", sizeof(kvt_ghost) + 2 * sizeof(uint64_t), kvt_arc_create, kvt_arc_destroy,
+    "arc", sizeof(kvt_ghost) + sizeof(kvt_bucket) / 4, kvt_arc_create, kvt_arc_destroy,
     kvt_arc_clear, kvt_arc_prefetch, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
     kvt_arc_place, kvt_arc_placed, kvt_arc_reused, kvt_arc_ghosts, kvt_arc_parameter,
     kvt_arc_check,

@@ -188,44 +188,58 @@ static inline uint64_t kvt_entry(uint64_t hash, uint64_t slot)
     return hash << 40 | (slot + 1);
 }
 
+/* Which entries of a bucket have this tag, as bits. No branches: where one stands is not known. */
+static inline unsigned kvt_tagged(const kvt_bucket *b, uint64_t tag)
+{
+    unsigned bits = 0;
+#pragma GCC unroll 7
+    for (int i = 0; i < KVT_BUCKET_ENTRIES; i++) {
+        uint64_t e = __atomic_load_n(&b->entry[i], __ATOMIC_RELAXED);
+        bits |= (unsigned)((e ^ tag) <= KVT_SLOT_MASK) << i;
+    }
+    return bits;
+}
+
 /* A walk over the slots that may hold a key: kvt_first, then kvt_more until -1. */
 typedef struct {
     uint64_t bucket;
     uint64_t left; /* buckets still allowed: a reader ends whatever a writer does meanwhile */
-    int entry;
+    unsigned bits; /* entries of the bucket that are still to be looked at */
 } kvt_walk;
 
-static inline int64_t kvt_more(const kvt_table *t, const kvt_key *k, kvt_walk *at)
+static inline int64_t kvt_more(const kvt_table *t, uint64_t hash, kvt_walk *at)
 {
-    const uint64_t tag = k->hash << 40;
+    const uint64_t tag = hash << 40;
     for (;;) {
         const kvt_bucket *b = &t->bucket[at->bucket];
-        while (at->entry < KVT_BUCKET_ENTRIES) {
-            uint64_t e = __atomic_load_n(&b->entry[at->entry++], __ATOMIC_RELAXED);
+        for (; at->bits; at->bits &= at->bits - 1) {
+            uint64_t e = __atomic_load_n(&b->entry[__builtin_ctz(at->bits)], __ATOMIC_RELAXED);
             uint64_t slot = e & KVT_SLOT_MASK;
-            if (slot && (e ^ slot) == tag && slot <= t->num_slots)
+            if (slot && (e ^ slot) == tag && slot <= t->num_slots) {
+                at->bits &= at->bits - 1;
                 return (int64_t)slot - 1;
+            }
         }
         if (!__atomic_load_n(&b->passed, __ATOMIC_RELAXED) || !--at->left)
             return -1;
         at->bucket = kvt_next(t, at->bucket);
-        at->entry = 0;
+        at->bits = kvt_tagged(&t->bucket[at->bucket], tag);
     }
 }
 
-static inline int64_t kvt_first(const kvt_table *t, const kvt_key *k, kvt_walk *at)
+static inline int64_t kvt_first(const kvt_table *t, uint64_t hash, kvt_walk *at)
 {
-    at->bucket = kvt_home(t, k->hash);
+    at->bucket = kvt_home(t, hash);
     at->left = t->num_buckets;
-    at->entry = 0;
-    return kvt_more(t, k, at);
+    at->bits = kvt_tagged(&t->bucket[at->bucket], hash << 40);
+    return kvt_more(t, hash, at);
 }
 
 /* Slot that holds `k` in READY or WRITING, or -1; its word in *word. */
 static inline int64_t kvt_find(const kvt_table *t, const kvt_key *k, uint64_t *word)
 {
     kvt_walk at;
-    for (int64_t s = kvt_first(t, k, &at); s >= 0; s = kvt_more(t, k, &at))
+    for (int64_t s = kvt_first(t, k->hash, &at); s >= 0; s = kvt_more(t, k->hash, &at))
         if ((*word = kvt_holds(&t->rec[s], k)))
             return s;
     *word = 0;
@@ -309,7 +323,7 @@ static inline int64_t kvt_find_and_pin(kvt_table *t, const kvt_key *k, uint32_t 
 {
     kvt_walk at;
     uint64_t after;
-    for (int64_t s = kvt_first(t, k, &at); s >= 0; s = kvt_more(t, k, &at)) {
+    for (int64_t s = kvt_first(t, k->hash, &at); s >= 0; s = kvt_more(t, k->hash, &at)) {
         kvt_record *r = &t->rec[s];
         uint64_t w = kvt_load(r);
         if (kvt_state(w) != KVT_READY)

@@ -11,6 +11,7 @@
 #ifndef KVTIER_TRAIL_H
 #define KVTIER_TRAIL_H
 
+#include <Python.h>
 #include <stdlib.h>
 
 #include "slots.h"
@@ -110,6 +111,33 @@ static inline kvt_key *kvt_trail_key(kvt_trail *t, int64_t i, const void *bytes,
     k->hashed = 0;
     k->slot = -1;
     return k;
+}
+
+#define KVT_KEYS_AHEAD 4 /* key objects fetched before their turn */
+
+/* Whether `key` can be one: bytes of the right length. */
+static inline int kvt_is_key(PyObject *key)
+{
+    return PyBytes_CheckExact(key) && PyBytes_GET_SIZE(key) >= 5 &&
+           PyBytes_GET_SIZE(key) <= KVT_KEY_BYTES;
+}
+
+/* Take a list of keys over as a batch, for which there is room. -1, or the first bad key. */
+static inline int64_t kvt_trail_load(kvt_trail *t, PyObject *keys, uint32_t groups)
+{
+    const int64_t n = PyList_GET_SIZE(keys);
+    for (int64_t i = 0; i < n; i++) {
+        PyObject *key = PyList_GET_ITEM(keys, i); /* borrowed: nothing here runs Python */
+        if (i + KVT_KEYS_AHEAD < n)
+            __builtin_prefetch(&((PyBytesObject *)PyList_GET_ITEM(keys, i + KVT_KEYS_AHEAD))->ob_sval);
+        if (!kvt_is_key(key))
+            return i;
+        const kvt_key *k =
+            kvt_trail_key(t, i, PyBytes_AS_STRING(key), (unsigned)PyBytes_GET_SIZE(key));
+        if (k->group >= groups)
+            return i;
+    }
+    return -1;
 }
 
 #define KVT_SEEN 16 /* words of the filter below */
