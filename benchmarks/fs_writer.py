@@ -19,7 +19,7 @@ async def write(root: str, keys: list[bytes]) -> None:
     """All keys, with pages of zeros."""
     arena = Arena(1, 4096)
     env = make_env(sizes=(4096,), definitions=FsTier.metric_definitions())
-    tier = FsTier("fs", FsOptions(root_dir=root, min_free_ratio=0.0), env)
+    tier = FsTier("fs", FsOptions(root_dir=root, min_free_bytes=1), env)
     await tier.open()
     try:
         for start in range(0, len(keys), BATCH):

@@ -199,6 +199,12 @@ VLLM_NAMES: Mapping[str, str] = {
 }
 """vLLM's names of keys that kvtier has too."""
 
+VLLM_FS_NAMES: Mapping[str, str] = {
+    "n_read_threads": "read_threads",
+    "n_write_threads": "write_threads",
+}
+"""The same inside a tier of type ``fs``."""
+
 
 def load(path: str | Path) -> Config:
     """Configuration from a YAML (or JSON) file.
@@ -260,6 +266,9 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
             {"backpressure": backpressure, **tier} if isinstance(tier, Mapping) else tier
             for tier in data["tiers"]
         ]
+    if isinstance(data.get("tiers"), list | tuple):
+        typed = "secondary_tiers" if "secondary_tiers" in extra else "tiers"
+        data["tiers"] = [_fs_names(tier, f"{typed}[{i}]") for i, tier in enumerate(data["tiers"])]
     data.setdefault("isolation", "process")
     literal = list(_literal_secrets(data, ""))
     if literal:
@@ -277,6 +286,22 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
             if typed in extra and text.startswith((f"{name}:", f"{name}[")):
                 text = typed + text.removeprefix(name)
         raise ConfigError(f"kv_connector_extra_config: {text}") from exc
+
+
+def _fs_names(tier: object, path: str) -> object:
+    """A tier of type ``fs`` with kvtier's names for what vLLM's own file tier calls otherwise."""
+    if not isinstance(tier, Mapping) or tier.get("type") != "fs" or tier.get("module_path"):
+        return tier
+    result: dict[str, Any] = {}
+    for key, value in tier.items():
+        name = VLLM_FS_NAMES.get(key, key)
+        if name in result or (name != key and name in tier):
+            raise ConfigError(
+                f"kv_connector_extra_config: {path}.{key}: is the same as {name}, which is set "
+                "too; keep one of them"
+            )
+        result[name] = value
+    return result
 
 
 def describe(config: Config) -> str:

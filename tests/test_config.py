@@ -475,3 +475,25 @@ def test_derived_values() -> None:
     tier = TierConfig(type="fs", timeout_seconds=9, load_timeout_seconds=2)
     assert (tier.load_seconds, tier.store_seconds) == (2, 9)
     assert nearest("zzz", ["policy"]) is None
+
+
+@pytest.mark.parametrize("tiers", ["secondary_tiers", "tiers"])
+def test_vllm_names_of_the_file_tier(tiers: str) -> None:
+    extra = {"type": "fs", "root_dir": "/d", "n_read_threads": 3, "n_write_threads": 4}
+    (tier,) = parse_extra_config({"capacity_bytes": "1GiB", tiers: [extra]}).tiers
+    assert tier.options == {"root_dir": "/d", "read_threads": 3, "write_threads": 4}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_vllm_name_beside_the_own_one_is_an_error(swapped: bool) -> None:
+    names = ("read_threads", "n_read_threads")
+    both = dict.fromkeys(names[::-1] if swapped else names, 3)
+    extra = {"capacity_bytes": "1GiB", "secondary_tiers": [{"type": "fs", **both}]}
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]\.n_read_threads: .*read_threads"):
+        parse_extra_config(extra)
+
+
+def test_vllm_names_stay_with_other_types() -> None:
+    extra = {"type": "other", "n_read_threads": 3}
+    (tier,) = parse_extra_config({"capacity_bytes": "1GiB", "tiers": [extra]}).tiers
+    assert tier.options == {"n_read_threads": 3}

@@ -81,6 +81,9 @@ class Batch:
     def status(self, i: int) -> int: ...
     def statuses(self) -> list[int]: ...
     def crc(self, i: int) -> int | None: ...
+    def crcs(self) -> list[int | None]:
+        """CRC of each item, None where it is not known."""
+
     def blocks(self, i: int) -> int:
         """``st_blocks`` (512 bytes each) of the file, as far as a call has seen it."""
     def replaced(self, i: int) -> int:

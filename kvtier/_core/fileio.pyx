@@ -257,6 +257,12 @@ cdef class Batch:
     def crc(self, int64_t i):
         return self.item(i).crc if self.item(i).has_crc else None
 
+    def crcs(self):
+        cdef int64_t i
+        return [
+            self.items[i].crc if self.items[i].has_crc else None for i in range(self.size)
+        ]
+
     def blocks(self, int64_t i):
         return self.item(i).blocks
 

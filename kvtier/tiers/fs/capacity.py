@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -75,13 +75,14 @@ class Usage:
         with self._lock:
             self._put(file, units_of(blocks))
 
-    def renew(self, file: FileId) -> None:
-        """A file was used: it is the newest now, if it is known."""
+    def renew(self, files: Iterable[FileId]) -> None:
+        """Files were used: they are the newest now, those that are known."""
         with self._lock:
-            if file in self._files:
-                self._files.move_to_end(file)
-                if self._walk is not None:
-                    self._walk[file] = self._files[file]
+            for file in files:
+                if file in self._files:
+                    self._files.move_to_end(file)
+                    if self._walk is not None:
+                        self._walk[file] = self._files[file]
 
     def _put(self, file: FileId, units: int) -> int:
         before = self._files.pop(file, 0)

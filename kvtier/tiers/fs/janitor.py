@@ -24,7 +24,7 @@ import msgspec
 from kvtier._core import fileio
 from kvtier.tiers.fs import naming
 from kvtier.tiers.fs.capacity import FileId, Usage, units_of
-from kvtier.tiers.fs.options import FsOptions
+from kvtier.tiers.fs.options import FsOptions, Upkeep
 from kvtier.tiers.fs.prepare import write_whole
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Janitor:
         Called in the janitor's thread; must hand over to the loop.
     ended : callable
         The same, once, as the last thing.
+    upkeep : Upkeep
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Janitor:
         usage: Usage,
         report: Callable[[Report], None],
         ended: Callable[[], None],
+        upkeep: Upkeep,
         faults: fileio.Faults | None = None,
     ) -> None:
         self.name = name
@@ -90,6 +92,7 @@ class Janitor:
         """Free space above the guard at the last look, less what was written since (the loop
         counts it down); None is unknown."""
         self._options = options
+        self._upkeep = upkeep
         self._directory = directory
         self._digest = digest
         self._owner = owner
@@ -179,7 +182,7 @@ class Janitor:
                     started = int(time.time())
                     self._walk(report, last_walk)
                     last_walk = started
-                    next_walk = now + self._options.rescan_seconds
+                    next_walk = now + self._upkeep.rescan_seconds
                 self._exchange()
                 self._look_at_space()
                 self._evict(report)
@@ -271,7 +274,7 @@ class Janitor:
                 self._usage.abandon_walk()
         self._usage.finish_walk(files, units, used, since)
         bad.sort()
-        surplus = bad[: max(0, len(bad) - self._options.max_quarantined)]
+        surplus = bad[: max(0, len(bad) - self._upkeep.max_quarantined)]
         self._root.remove([path for _, path in surplus])
         report.walked = True
 
@@ -297,15 +300,12 @@ class Janitor:
     def _is_left_behind(self, owner: naming.Owner, mtime: int) -> bool:
         if owner.host == self._owner.host:
             return owner.is_dead(self._owner.host)
-        return time.time() - mtime > self._options.stale_seconds
+        return time.time() - mtime > self._upkeep.stale_seconds
 
     def _look_at_space(self) -> None:
         space = os.statvfs(self._options.root_dir)
         free = space.f_bavail * space.f_frsize
-        guard = max(
-            self._options.min_free_bytes or 0,
-            int(self._options.min_free_ratio * space.f_blocks * space.f_frsize),
-        )
+        guard = self._options.guard_bytes(space.f_blocks * space.f_frsize)
         self.budget_bytes = free - guard
 
     def _excess(self) -> int:
@@ -358,7 +358,7 @@ class Janitor:
                     else:
                         # Another user's file, or a medium in trouble: others first.
                         failures += 1
-                        self._usage.renew(file)
+                        self._usage.renew((file,))
                 # Empty directories take space too; one that is in use again refuses.
                 for leaf in {os.path.dirname(path) for path in paths}:
                     with contextlib.suppress(OSError):
@@ -411,7 +411,7 @@ class Janitor:
         control = self._control()
         mine = self._usage.net_units
         now = time.monotonic()
-        if mine != self._published or now - self._published_at > self._options.stale_seconds / 4:
+        if mine != self._published or now - self._published_at > self._upkeep.stale_seconds / 4:
             path = os.path.join(control, str(self._owner))
             try:
                 write_whole(path, b"%d\n" % mine, self._options.file_mode)
@@ -432,6 +432,6 @@ class Janitor:
                 continue
             self._usage.others(units - self._known.get(name, 0))
             self._known[name] = units
-            if age > self._options.stale_seconds:
+            if age > self._upkeep.stale_seconds:
                 with contextlib.suppress(OSError):
                     os.unlink(path)

@@ -56,7 +56,7 @@ class End(enum.Enum):
 class _Job:
     __slots__ = (
         "active", "done", "end", "error", "future", "queued", "step", "stopped_at", "urgent",
-        "width", "work",
+        "waiting", "width", "work",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +70,8 @@ class _Job:
         self.work = work
         self.step = step
         self.future = future
+        self.waiting = True
+        """Its end has not reached the loop. Belongs to the loop."""
         self.width = width
         self.urgent = urgent
         self.active = 0
@@ -174,16 +176,18 @@ class Pool:
         """
         loop = asyncio.get_running_loop()
         job = _Job(work, step, loop.create_future(), min(width, self.size), urgent)
-        if self.stuck == self.size or not self._add(job):
+        if (len(self._busy) == self.size and self.stuck == self.size) or not self._add(job):
             return End.REFUSED
         timer = loop.call_later(max(0.0, seconds), self._stop, job, End.TIMEOUT)
         cancelled: asyncio.CancelledError | None = None
         try:
-            while not job.future.done():
+            while job.waiting:
                 try:
-                    await asyncio.wait((job.future,))
+                    await job.future
                 except asyncio.CancelledError as exc:
+                    # The future went with the wait; what the threads do has to be awaited.
                     cancelled = exc
+                    job.future = loop.create_future()
                     self._stop(job, End.TIMEOUT)
         finally:
             timer.cancel()
@@ -263,7 +267,7 @@ class Pool:
             return
         job.done = True
         self._jobs.discard(job)
-        self._tell(_resolve, job.future)
+        self._tell(_resolve, job)
 
     def _serve(self, index: int) -> None:
         # New threads inherit the mask of the one that made them, and a model server binds its main
@@ -347,6 +351,7 @@ class Pool:
         self._threads.clear()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _resolve(job: _Job) -> None:
+    job.waiting = False
+    if not job.future.done():
+        job.future.set_result(None)

@@ -21,7 +21,7 @@ from kvtier import namespace
 from kvtier._core import fileio
 from kvtier.errors import ConfigError, TierLostError
 from kvtier.tiers.fs import naming
-from kvtier.tiers.fs.options import FsOptions
+from kvtier.tiers.fs.options import FsOptions, Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ def prepare(
     options: FsOptions,
     fields: Mapping[str, str],
     owner: naming.Owner,
+    upkeep: Upkeep,
     faults: fileio.Faults | None = None,
 ) -> Prepared:
     """Make and try the directory of a namespace.
@@ -89,7 +90,7 @@ def prepare(
         preallocate=options.preallocate,
         file_mode=options.file_mode,
         dir_mode=options.directory_mode,
-        touch_seconds=options.touch_seconds,
+        touch_seconds=upkeep.touch_seconds,
         faults=faults,
     )
     logger.info(

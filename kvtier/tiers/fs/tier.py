@@ -29,7 +29,7 @@ from kvtier.tiers.fs.capacity import Usage
 from kvtier.tiers.fs.health import Gate, outcome
 from kvtier.tiers.fs.janitor import Janitor, Report
 from kvtier.tiers.fs.metrics import METRICS
-from kvtier.tiers.fs.options import FsOptions
+from kvtier.tiers.fs.options import FsOptions, Upkeep
 from kvtier.tiers.fs.pool import STUCK_SECONDS, End, Pool
 from kvtier.tiers.fs.prepare import Prepared, prepare
 from kvtier.types import Outcome, Presence, key_group
@@ -68,6 +68,8 @@ class FsTier(Tier):
     env : TierEnv
     faults : fileio.Faults, optional
         Tests only: errors, short transfers and hanging calls, by system call.
+    upkeep : Upkeep, optional
+        Tests only: shorter times.
     """
 
     type: ClassVar[str] = "fs"
@@ -76,11 +78,17 @@ class FsTier(Tier):
     options: FsOptions
 
     def __init__(
-        self, name: str, options: FsOptions, env: TierEnv, faults: fileio.Faults | None = None
+        self,
+        name: str,
+        options: FsOptions,
+        env: TierEnv,
+        faults: fileio.Faults | None = None,
+        upkeep: Upkeep = Upkeep(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__(name, options, env)
         self.usage = Usage()
         self._faults = faults
+        self._upkeep = upkeep
         self._owner = naming.this_owner()
         self._directory_name = namespace.directory_name(env.namespace)
         self._files: fileio.Directory | None = None
@@ -142,6 +150,7 @@ class FsTier(Tier):
                 self.usage,
                 functools.partial(_hand_over, self._loop, self._take_report),
                 functools.partial(_hand_over, self._loop, self._janitor_ended.set),
+                self._upkeep,
                 self._faults,
             )
             self._janitor.start(prepared.identity)
@@ -165,6 +174,7 @@ class FsTier(Tier):
             self.options,
             self.env.namespace,
             self._owner,
+            self._upkeep,
             self._faults,
         )
         try:
@@ -353,7 +363,7 @@ class FsTier(Tier):
             self._resume()
             self._gauge_paused(cause, 1.0)
         self._write_gate.pause(
-            cause, HANDLES_SECONDS if cause is Outcome.NO_HANDLES else self.options.retry_seconds
+            cause, HANDLES_SECONDS if cause is Outcome.NO_HANDLES else self._upkeep.retry_seconds
         )
 
     def _resume(self) -> None:
@@ -372,10 +382,9 @@ class FsTier(Tier):
         if not self._read_gate.admits():
             self._refused("load", "paused", len(items))
             return [Outcome.NO_HANDLES] * len(items)
+        batch_keys = [item.key for item in items]
         batch = fileio.Batch(
-            [item.key for item in items],
-            [item.address for item in items],
-            [item.length for item in items],
+            batch_keys, [item.address for item in items], [item.length for item in items]
         )
         end = await self._reads.run(
             batch,
@@ -386,16 +395,30 @@ class FsTier(Tier):
         if end is End.REFUSED:
             self._refused("load", "stuck", len(items))
             return [Outcome.TIMEOUT] * len(items)
-        outcomes = [outcome(status) for status in batch.statuses()]
-        corrupt = []
-        for i, (item, result) in enumerate(zip(items, outcomes, strict=True)):
-            if result is Outcome.DONE:
-                item.crc = batch.crc(i)
+        statuses = batch.statuses()
+        for item, status, crc in zip(items, statuses, batch.crcs(), strict=True):
+            if status == 0:
+                item.crc = crc
                 item.verified = True
-                self.usage.renew(item.key)
-            elif batch.status(i) == fileio.MISSING:
+        if not any(statuses):
+            self.usage.renew(batch_keys)
+            self._read_gate.succeed()
+            return [Outcome.DONE] * len(items)
+        return await self._after_load(items, statuses, ctx)
+
+    async def _after_load(
+        self, items: Sequence[Slot], statuses: Sequence[int], ctx: TierContext
+    ) -> list[Outcome]:
+        """Outcomes of a batch of which not everything was read; corrupt files are set aside."""
+        outcomes = [outcome(status) for status in statuses]
+        self.usage.renew(
+            item.key for item, status in zip(items, statuses, strict=True) if status == 0
+        )
+        corrupt = []
+        for item, status in zip(items, statuses, strict=True):
+            if status == fileio.MISSING:
                 self.usage.vanished(item.key)
-            elif result is Outcome.CORRUPT:
+            elif status == fileio.CORRUPT:
                 corrupt.append(item.key)
         failed = [result for result in outcomes if result.failed]
         self._count_errors("load", failed)

@@ -93,7 +93,7 @@ async def test_usage_and_content_after_restart(tmp_path: Path) -> None:
 async def test_order_of_use_after_restart(tmp_path: Path) -> None:
     """Access times carry the order over; a load renews an old one."""
     limit = 10 * FILE_BYTES
-    async with opened(tmp_path / "root", touch_seconds=100) as bench:
+    async with opened(tmp_path / "root", upkeep={"touch_seconds": 100}) as bench:
         assert set(await bench.store(*range(8))) == {Outcome.DONE}
         now = time.time()
         for n in range(8):
@@ -338,7 +338,7 @@ def test_usage_counts_what_is_there() -> None:
     usage.add(b"b", 9)
     assert usage.bytes == FILE_BYTES + 2 * UNIT_BYTES
     assert usage.victims(1) == [b"a"]
-    usage.renew(b"a")
+    usage.renew([b"a"])
     assert usage.victims(1) == [b"b"]
     assert usage.removed(b"b") == 2 * UNIT_BYTES
     assert usage.removed(b"b") == 0
@@ -374,7 +374,7 @@ def test_walk_agrees_with_what_happens_meanwhile(before, during, disk) -> None:
                 usage.add(b"%d" % n, 8)
                 model.add(n)
             elif action == "renew":
-                usage.renew(b"%d" % n)
+                usage.renew([b"%d" % n])
             else:
                 getattr(usage, action)(b"%d" % n)
                 model.discard(n)

@@ -189,7 +189,7 @@ async def test_truncated_while_loading(tmp_path: Path) -> None:
 
 @pytest.mark.fault("C26")
 async def test_corruption_is_set_aside_and_bounded(tmp_path: Path) -> None:
-    async with opened(tmp_path / "root", max_quarantined=2) as bench:
+    async with opened(tmp_path / "root", upkeep={"max_quarantined": 2}) as bench:
         numbers = range(5)
         assert set(await bench.store(*numbers)) == {Outcome.DONE}
         for number in numbers:
@@ -328,7 +328,7 @@ async def test_read_only_stops_writes_and_recovers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 async def test_full_evicts_and_goes_on(tmp_path: Path, number: int) -> None:
     """A quota is full although statvfs shows space: old files go, writes pause, reads go on."""
-    async with opened(tmp_path / "root", retry_seconds=60.0) as bench:
+    async with opened(tmp_path / "root", upkeep={"retry_seconds": 60.0}) as bench:
         assert set(await bench.store(*range(20))) == {Outcome.DONE}
         bench.faults.set("write", number, times=1)
         assert await bench.store(50) == [Outcome.FULL]

@@ -47,7 +47,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.fault("E13", "F14")
 async def test_really_full(disk: Path) -> None:
     """An unlimited tier on a small disk: evicts or pauses, and always serves."""
-    async with opened(disk / "root", retry_seconds=0.1) as bench:
+    async with opened(disk / "root", upkeep={"retry_seconds": 0.1}) as bench:
         outcomes: list[Outcome] = []
         deadline = time.monotonic() + 20
         # More than twice what the disk holds goes in.

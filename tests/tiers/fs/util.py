@@ -13,6 +13,7 @@ from kvtier.testing.contract import SIZES, Arena, chunk, context, make_env
 from kvtier.tiers.base import TierEnv
 from kvtier.tiers.fs import FsOptions, FsTier
 from kvtier.tiers.fs.naming import chunk_path
+from kvtier.tiers.fs.options import Upkeep
 from kvtier.types import Outcome, Presence
 
 GROUP = 4
@@ -72,14 +73,17 @@ async def opened(
     fields: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wait: bool = True,
+    upkeep: Mapping[str, float] | None = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
     """A tier on `root`; small pools, no free-space guard unless given."""
     events: list[Any] = []
     faults = fileio.Faults()
     env = environment(fields=fields, events=events, clock=clock)
-    defaults = {"read_threads": 4, "write_threads": 4, "min_free_ratio": 0.0, "retry_seconds": 0.2}
-    tier = FsTier("fs", FsOptions(root_dir=str(root), **{**defaults, **options}), env, faults)
+    defaults = {"read_threads": 4, "write_threads": 4, "min_free_bytes": 1}
+    times = Upkeep(**{"retry_seconds": 0.2, **(upkeep or {})})
+    all_options = FsOptions(root_dir=str(root), **{**defaults, **options})
+    tier = FsTier("fs", all_options, env, faults, times)
     memory = arena or Arena(64, -(-SIZE // 4096) * 4096)
     await tier.open()
     try:
