@@ -274,7 +274,8 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
         # The error names the key that the person typed.
         text = str(exc)
         for typed, name in VLLM_NAMES.items():
-            if typed in extra and text.startswith((f"{name}:", f"{name}[")):
+            missing = name not in data
+            if (typed in extra or missing) and text.startswith((f"{name}:", f"{name}[")):
                 text = typed + text.removeprefix(name)
         raise ConfigError(f"kv_connector_extra_config: {text}") from exc
 

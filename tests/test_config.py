@@ -363,7 +363,7 @@ def test_describe_is_the_effective_configuration_without_secrets(tmp_path: Path)
 def test_vllm_names_keep_their_meaning() -> None:
     config = parse_extra_config(
         {
-            "spec_name": "KVTierSpec",
+            "spec_name": "KVTierOffloadingSpec",
             "spec_module_path": "kvtier.vllm.spec",
             "block_size": 64,
             "offload_prompt_only": False,
@@ -395,7 +395,7 @@ def test_vllm_names_keep_their_meaning() -> None:
         ({"cpu_bytes_to_use": 1, "cache_policy_module_path": "x"}, "lru or arc"),
         ({"cpu_bytes_to_use": 1, "store_threshold": 2}, "inside the tier"),
         ({"cpu_byte_to_use": 1}, "unknown key 'cpu_byte_to_use'"),
-        ({}, "capacity_bytes: is missing"),
+        ({}, "extra_config: cpu_bytes_to_use: is missing"),
     ],
 )
 def test_vllm_json_errors(extra: dict[str, Any], words: str) -> None:
