@@ -16,7 +16,7 @@ _OUTCOMES = {
     Outcome.DONE: "the chunk is where it should be",
     Outcome.EXISTS: "the tier had it already",
     Outcome.MISSING: "the tier does not have it: a miss",
-    Outcome.DROPPED: "not admitted: bound, capacity, filter or open breaker",
+    Outcome.DROPPED: "not tried: open breaker, or a tier that is paused or has no room",
     Outcome.CANCELLED: "its request or the service ended first",
     Outcome.TIMEOUT: "no end by its deadline",
     Outcome.CORRUPT: "bytes or metadata differ from what was stored",
