@@ -75,9 +75,8 @@ class TierConfig(msgspec.Struct, frozen=True):
     """Python module of an out-of-tree tier."""
     max_inflight_bytes: Bytes = 256 * 2**20
     """Bytes on their way to or from the tier; at the bound, stores wait or are dropped."""
-    backpressure: Literal["defer", "drop"] | dict[str, Any] = "defer"
-    """At the bound: put the store off (and offer it again), or drop it. A mapping is the detector
-    configuration of a tier that was written for vLLM, and goes to it unread."""
+    backpressure: Literal["defer", "drop"] = "defer"
+    """At the bound: put the store off (and offer it again), or drop it."""
     timeout_seconds: Seconds = 30.0
     """Deadline of every call of the tier."""
     store_timeout_seconds: Seconds | None = None
@@ -119,7 +118,7 @@ class MetricsConfig(msgspec.Struct, frozen=True):
     """kvtier's own HTTP endpoint: ``/metrics`` and ``/healthz``."""
 
     port: Port | None = None
-    """None opens no endpoint. Data-parallel ranks take the ports that follow."""
+    """None opens no endpoint. Each instance on a host needs a port of its own."""
     host: Word = "127.0.0.1"
 
 
@@ -127,8 +126,8 @@ class EventsConfig(msgspec.Struct, frozen=True):
     """kvtier's own event stream over ZMQ."""
 
     endpoint: Word | None = None
-    """Address to bind, such as ``tcp://127.0.0.1:5557``; None publishes nothing. Data-parallel
-    ranks take the ports that follow."""
+    """Address to bind, such as ``tcp://127.0.0.1:5557``; None publishes nothing. Each
+    instance needs one of its own."""
     replay_endpoint: Word | None = None
     """Address at which missed messages can be asked for."""
     topic: Word = "kvtier"
@@ -242,7 +241,8 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
 
     vLLM's own keys are passed over, its names for what kvtier has too keep their meaning, and
     ``isolation`` is process unless set. One warning names all secrets that stand there in clear:
-    vLLM logs this JSON.
+    vLLM logs this JSON. One more is given if ``backpressure`` is the mapping of a detector, as vLLM
+    has it: that is left out.
 
     Raises
     ------
@@ -261,6 +261,7 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{key}: is the same as {name}, which is set too; keep one of them")
         data[name] = value
     backpressure = data.pop("backpressure", None)
+<<<<<<< HEAD
     if backpressure is not None and isinstance(data.get("tiers"), list | tuple):
         data["tiers"] = [
             {"backpressure": backpressure, **tier} if isinstance(tier, Mapping) else tier
@@ -269,6 +270,10 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
     if isinstance(data.get("tiers"), list | tuple):
         typed = "secondary_tiers" if "secondary_tiers" in extra else "tiers"
         data["tiers"] = [_fs_names(tier, f"{typed}[{i}]") for i, tier in enumerate(data["tiers"])]
+=======
+    if isinstance(data.get("tiers"), list | tuple):
+        data["tiers"] = _without_detectors(data["tiers"], backpressure)
+>>>>>>> auditfix
     data.setdefault("isolation", "process")
     literal = list(_literal_secrets(data, ""))
     if literal:
@@ -283,11 +288,13 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
         # The error names the key that the person typed.
         text = str(exc)
         for typed, name in VLLM_NAMES.items():
-            if typed in extra and text.startswith((f"{name}:", f"{name}[")):
+            missing = name not in data
+            if (typed in extra or missing) and text.startswith((f"{name}:", f"{name}[")):
                 text = typed + text.removeprefix(name)
         raise ConfigError(f"kv_connector_extra_config: {text}") from exc
 
 
+<<<<<<< HEAD
 def _fs_names(tier: object, path: str) -> object:
     """A tier of type ``fs`` with kvtier's names for what vLLM's own file tier calls otherwise."""
     if not isinstance(tier, Mapping) or tier.get("type") != "fs" or tier.get("module_path"):
@@ -302,6 +309,27 @@ def _fs_names(tier: object, path: str) -> object:
             )
         result[name] = value
     return result
+=======
+def _without_detectors(tiers: list[Any] | tuple[Any, ...], default: object) -> list[Any]:
+    """Tiers with the default of ``backpressure``; vLLM's detectors, which are mappings, go."""
+    left_out = isinstance(default, Mapping)
+    kept = []
+    for tier in tiers:
+        if isinstance(tier, Mapping):
+            tier = dict(tier)
+            if isinstance(tier.get("backpressure"), Mapping):
+                left_out = True
+                del tier["backpressure"]
+            elif default is not None and not isinstance(default, Mapping):
+                tier.setdefault("backpressure", default)
+        kept.append(tier)
+    if left_out:
+        logger.warning(
+            "backpressure: kvtier bounds the stores of each tier itself (max_inflight_bytes), and "
+            "leaves vLLM's detector out; write defer or drop"
+        )
+    return kept
+>>>>>>> auditfix
 
 
 def describe(config: Config) -> str:

@@ -195,7 +195,5 @@ class RequestContext(msgspec.Struct):
     """Tiers this request may load from; None allows all, () only host memory."""
     peer: str | None = None
     """``host:port`` of the instance to pull from."""
-    whole_request: bool = False
-    """Store every chunk of the request, also those that were already there."""
     positions: dict[bytes, int] = {}
     """End position in tokens of each key, where the caller knows it."""

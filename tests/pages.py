@@ -16,7 +16,7 @@ _OUTCOMES = {
     Outcome.DONE: "the chunk is where it should be",
     Outcome.EXISTS: "the tier had it already",
     Outcome.MISSING: "the tier does not have it: a miss",
-    Outcome.DROPPED: "not admitted: bound, capacity, filter or open breaker",
+    Outcome.DROPPED: "not tried: open breaker, or a tier that is paused or has no room",
     Outcome.CANCELLED: "its request or the service ended first",
     Outcome.TIMEOUT: "no end by its deadline",
     Outcome.CORRUPT: "bytes or metadata differ from what was stored",
@@ -34,10 +34,10 @@ _HEAD = """\
 # Metrics
 
 kvtier serves these at its own port (`metrics.port`, page `/metrics`), in Prometheus' text format;
-`/healthz` beside it has one line for all and one JSON object a tier. Inside vLLM the same table
-goes to vLLM's endpoint as well. Values are in base units: seconds, bytes, ratios from 0 to 1. The
-tier `host` is host memory, `device` the accelerator. A gauge that nobody has set yet is absent,
-not 0. Made from `kvtier/obs/table.py` by `python -m tests.pages`.
+`/healthz` beside it has one line for all and one JSON object a tier. Inside vLLM
+there is neither yet: vLLM's endpoint shows no metric of kvtier. Values are in base units: seconds,
+bytes, ratios from 0 to 1. The tier `host` is host memory. A gauge that nobody has set yet is
+absent, not 0. Made from `kvtier/obs/table.py` by `python -m tests.pages`.
 
 Useful questions:
 

@@ -360,19 +360,19 @@ def test_describe_is_the_effective_configuration_without_secrets(tmp_path: Path)
     assert load(file) == plain
 
 
-def test_vllm_names_keep_their_meaning() -> None:
+def test_vllm_names_keep_their_meaning(caplog: pytest.LogCaptureFixture) -> None:
     config = parse_extra_config(
         {
-            "spec_name": "KVTierSpec",
+            "spec_name": "KVTierOffloadingSpec",
             "spec_module_path": "kvtier.vllm.spec",
             "block_size": 64,
             "offload_prompt_only": False,
             "cpu_bytes_to_use": 10737418240,
             "eviction_policy": "arc",
-            "backpressure": {"backpressure_cls": "EMABackpressureDetector"},
+            "backpressure": "drop",
             "secondary_tiers": [
                 {"type": "fs", "root_dir": "/x"},
-                {"type": "Mine", "module_path": "my.module", "backpressure": "drop", "custom": 67},
+                {"type": "Mine", "module_path": "my.module", "backpressure": "defer", "custom": 67},
             ],
         }
     )
@@ -380,10 +380,44 @@ def test_vllm_names_keep_their_meaning() -> None:
     assert config.policy == "arc"
     assert config.isolation == "process"
     assert config.tiers[0].options == {"root_dir": "/x"}
-    assert config.tiers[0].backpressure == {"backpressure_cls": "EMABackpressureDetector"}
-    assert config.tiers[1].backpressure == "drop"
+    assert config.tiers[0].backpressure == "drop"
+    assert config.tiers[1].backpressure == "defer"
     assert config.tiers[1].options == {"custom": 67}
     assert parse_extra_config({"capacity_bytes": 1, "isolation": "thread"}).isolation == "thread"
+    assert caplog.records == []
+
+
+DETECTOR = {"backpressure_cls": "EMABackpressureDetector"}
+
+
+@pytest.mark.parametrize(
+    ("top", "inside", "effective"),
+    [
+        ({"backpressure": DETECTOR}, {}, "defer"),
+        ({"backpressure": DETECTOR}, {"backpressure": "drop"}, "drop"),
+        ({"backpressure": DETECTOR}, {"backpressure": DETECTOR}, "defer"),
+        ({}, {"backpressure": DETECTOR}, "defer"),
+    ],
+)
+def test_vllm_detectors_are_left_out_with_one_warning(
+    top: dict[str, Any],
+    inside: dict[str, Any],
+    effective: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tiers = [{"type": "a", **inside}, {"type": "b", **inside}]
+    config = parse_extra_config({"capacity_bytes": 1, "secondary_tiers": tiers, **top})
+    assert [tier.backpressure for tier in config.tiers] == [effective] * 2
+    (record,) = caplog.records
+    assert "leaves vLLM's detector out; write defer or drop" in record.getMessage()
+
+
+def test_a_detector_in_a_file_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"capacity_bytes": 1, "tiers": [{"type": "a", "backpressure": DETECTOR}]})
+    assert "tiers[0].backpressure: " in str(caught.value)
+    assert "defer" in str(caught.value)
+    assert "drop" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +429,7 @@ def test_vllm_names_keep_their_meaning() -> None:
         ({"cpu_bytes_to_use": 1, "cache_policy_module_path": "x"}, "lru or arc"),
         ({"cpu_bytes_to_use": 1, "store_threshold": 2}, "inside the tier"),
         ({"cpu_byte_to_use": 1}, "unknown key 'cpu_byte_to_use'"),
-        ({}, "capacity_bytes: is missing"),
+        ({}, "extra_config: cpu_bytes_to_use: is missing"),
     ],
 )
 def test_vllm_json_errors(extra: dict[str, Any], words: str) -> None:

@@ -201,6 +201,9 @@ class Stores:
         wanting = self._wanting(keys)
         if wanting is None:
             return False
+        if not wanting:
+            # No loss when they go, and they need not outlive what is saved.
+            self._index.mark_saved(keys)
         length_bytes = self._length_bytes(keys)
         fit = []
         for i in wanting:

@@ -97,7 +97,7 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_host_slots",
         "gauge",
-        "Slots of host memory by state: free, writing, ready; pinned are the ready ones in use.",
+        "Slots of host memory by state: free, writing, ready.",
         ("state",),
     ),
     MetricDef("kvtier_host_fill_ratio", "gauge", "Share of the slots that hold a chunk."),
@@ -128,7 +128,7 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_lookup_chunks_total",
         "counter",
-        "Chunks asked for, each once a request, by tier and result: hit, pending, miss, timeout.",
+        "Chunks asked for by tier and result: hit, miss. At host each counts once a request.",
         ("tier", "result"),
     ),
     MetricDef(
@@ -148,18 +148,17 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_transfer_bytes_total",
         "counter",
-        "Payload bytes moved between host memory and a tier, or the accelerator (tier device); "
-        "store leaves host memory for a tier, and enters it from the accelerator.",
+        "Payload bytes moved between host memory and a tier; direction store is to the tier.",
         DIRECTION,
     ),
     MetricDef(
         "kvtier_transfer_seconds",
         "histogram",
-        "Time of one job of a tier, or of one copy to or from the accelerator.",
+        "Time of one job of a tier.",
         DIRECTION,
         IO_BUCKETS,
     ),
-    MetricDef("kvtier_inflight_bytes", "gauge", "Bytes on their way to or from a tier.", DIRECTION),
+    MetricDef("kvtier_inflight_bytes", "gauge", "Bytes on their way to a tier (store).", DIRECTION),
     MetricDef(
         "kvtier_backlog_chunks", "gauge", "Chunks put off until the tier has room for them.", TIER
     ),
@@ -172,8 +171,8 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_dropped_chunks_total",
         "counter",
-        "Cascades dropped by reason: bound, breaker, refused, overload, closed, or a filter "
-        "(threshold, prefix, group).",
+        "Cascades dropped by reason: bound (no room until host memory had evicted the chunk, or "
+        "with backpressure drop at once), breaker, refused (by the tier itself, in the end).",
         ("tier", "reason"),
     ),
     MetricDef(

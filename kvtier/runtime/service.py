@@ -310,7 +310,7 @@ class TierService:
                     self._lanes,
                     job.stop,
                     self._post,
-                    self._config.lookup_timeout_seconds / (len(message.tiers) + 1),
+                    self._config.lookup_timeout_seconds / 2,
                     self._clock,
                 )
                 job.task = self._tasks.start(

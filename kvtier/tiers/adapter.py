@@ -204,8 +204,6 @@ class AdaptedTier(Tier):
         view = self.env.region_view
         if view is None:
             raise ConfigError(f"tier {self.name}: runs in the scheduler's process only")
-        if isinstance(self._config.backpressure, Mapping):
-            log.info("tier %s: kvtier bounds its stores itself, without the detector", self.name)
         caller = Caller(f"kvtier-{self.name}")
         caller.start()
         try:

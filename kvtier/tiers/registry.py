@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier.config import COMMON_KEYS, TierConfig
 from kvtier.errors import ConfigError
-from kvtier.options import decode_options, join, nearest
+from kvtier.options import decode_options, nearest
 from kvtier.tiers.adapter import adapted_class, check_class, is_secondary_tier_manager
 from kvtier.tiers.base import Tier, TierEnv
 
@@ -89,11 +89,6 @@ def check_options(config: TierConfig, path: str) -> None:
     if not issubclass(kind, Tier):
         check_class(kind, config, path)
         return
-    if isinstance(config.backpressure, Mapping):
-        raise ConfigError(
-            f"{join(path, 'backpressure')}: give defer or drop; detectors are for classes that "
-            f"were written for vLLM"
-        )
     decode_options(kind.options_type, config.options, path, also_known=COMMON_KEYS)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +50,11 @@ def fingerprint_directory(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(vllm_config: VllmConfig, extra_config: Mapping[str, Any]) -> str:
+def model_fingerprint(vllm_config: VllmConfig, given: str | None) -> str:
     """What tells two sets of weights under one name apart.
 
-    The operator's ``model_fingerprint``, else the repository's revision, else the weight files.
+    The operator's word `given`, else the repository's revision, else the weight files.
     """
-    given = extra_config.get("model_fingerprint")
     if given is not None:
         return f"operator:{given}"
     model = vllm_config.model_config
@@ -95,7 +93,12 @@ def _canonical_json(value: Any) -> str:
 
 
 def namespace_fields(
-    config: OffloadingConfig, vllm_config: VllmConfig, pages: WorkerPages, engine_id: str
+    config: OffloadingConfig,
+    vllm_config: VllmConfig,
+    pages: WorkerPages,
+    engine_id: str,
+    *,
+    fingerprint: str | None,
 ) -> dict[str, str]:
     """Readable namespace fields, equal on all ranks.
 
@@ -107,6 +110,8 @@ def namespace_fields(
         Groups and portability.
     engine_id : str
         Enters only where the block hashes mean nothing to other processes.
+    fingerprint : str, optional
+        ``model_fingerprint`` of the configuration.
     """
     model = vllm_config.model_config
     parallel = config.parallel
@@ -121,7 +126,7 @@ def namespace_fields(
     fields = {
         "format_version": str(FORMAT_VERSION),
         "model": config.model.name,
-        "model_fingerprint": model_fingerprint(vllm_config, config.extra_config),
+        "model_fingerprint": model_fingerprint(vllm_config, fingerprint),
         "kv_dtype": config.model.dtype,
         "quantization": str(model.quantization or "none"),
         "rope": _canonical_json(

@@ -9,14 +9,17 @@ geometry and namespace; the manager attaches and reads them.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from kvtier.config import VLLM_KEYS, VLLM_NAMES, Config, parse_extra_config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
+from kvtier.namespace import merged
 from kvtier.types import make_geometry
 from kvtier.vllm.identity import namespace_fields
 from kvtier.vllm.manager import KVTierManager
@@ -32,10 +35,41 @@ logger = logging.getLogger("vllm.kvtier.spec")
 
 START_SECONDS = 30.0
 
+READ_KEYS = frozenset({"capacity_bytes", "policy", "directory", "model_fingerprint", "namespace"})
+"""Keys of kvtier's that have an effect in this process."""
+
 
 def region_name(engine_id: str) -> str:
     """Name of the region of one engine; manager and workers derive it from the same id."""
     return f"kvtier-{engine_id}"
+
+
+def spec_config(extra: Mapping[str, Any]) -> Config:
+    """Configuration from ``kv_connector_extra_config``; nothing in it goes unread.
+
+    Raises
+    ------
+    ConfigError
+        If it does not fit, or asks for something that kvtier cannot do inside vLLM yet.
+    """
+    config = parse_extra_config(extra)
+    if config.tiers:
+        raise ConfigError(
+            "kv_connector_extra_config: secondary_tiers: are not available inside vLLM yet, "
+            "host memory is; leave them out"
+        )
+    plain = parse_extra_config({"capacity_bytes": config.capacity_bytes})
+    for key in extra:
+        name = VLLM_NAMES.get(key, key)
+        if name in READ_KEYS or name in VLLM_KEYS:
+            continue
+        # `backpressure` belongs to the tiers and is no key of Config.
+        known = name in Config.__struct_fields__
+        if not known or getattr(config, name) != getattr(plain, name):
+            raise ConfigError(
+                f"kv_connector_extra_config: {key}: has no effect inside vLLM yet; leave it out"
+            )
+    return config
 
 
 def window_chunks(vllm_config: VllmConfig, layer_name: str, chunk_tokens: int) -> int | None:
@@ -57,26 +91,19 @@ class KVTierOffloadingSpec(OffloadingSpec):
     Parameters
     ----------
     config : OffloadingConfig
-        ``extra_config`` holds ``cpu_bytes_to_use``: bytes of host memory of this engine, all ranks
-        together.
+        ``extra_config`` holds ``cpu_bytes_to_use``, the host memory of this engine, all ranks
+        together, and the keys of ``READ_KEYS``.
 
     Raises
     ------
     ConfigError
-        If ``cpu_bytes_to_use`` is missing or not a positive number of bytes.
+        As ``spec_config`` does, before anything is made; in the workers and in the scheduler.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        given = config.extra_config.get("cpu_bytes_to_use")
-        if isinstance(given, bool) or not isinstance(given, int | float) or given < 1:
-            raise ConfigError(
-                "kv_connector_extra_config needs cpu_bytes_to_use, the bytes of host memory for "
-                f"KV chunks, got {given!r}"
-            )
-        self.capacity_bytes = int(given)
+        self.settings = spec_config(config.extra_config)
         self.region_name = region_name(config.engine_id)
-        self.shm_directory = str(config.extra_config.get("shm_directory", "/dev/shm"))
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Create the region, or join it, and sign with this rank."""
@@ -92,17 +119,26 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         pages = build_pages(config, kv_caches, windows)
         try:
-            geometry = make_geometry(pages.groups, self.capacity_bytes)
+            geometry = make_geometry(pages.groups, self.settings.capacity_bytes)
         except ValueError as exc:
             raise ConfigError(f"cpu_bytes_to_use is too small: {exc}") from exc
-        fields = namespace_fields(config, vllm_config, pages, config.engine_id)
+        fields = merged(
+            namespace_fields(
+                config,
+                vllm_config,
+                pages,
+                config.engine_id,
+                fingerprint=self.settings.model_fingerprint,
+            ),
+            self.settings.namespace,
+        )
         parallel = config.parallel
         region = Region.create(
             self.region_name,
             geometry,
             fields,
             parallel.world_size,
-            directory=self.shm_directory,
+            directory=self.settings.directory,
             timeout_seconds=START_SECONDS,
         )
         region.sign(parallel.rank)
@@ -125,9 +161,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """Attach to the region that the workers made."""
         region = Region.attach(
-            self.region_name, directory=self.shm_directory, timeout_seconds=START_SECONDS
+            self.region_name, directory=self.settings.directory, timeout_seconds=START_SECONDS
         )
-        manager = KVTierManager(region)
+        manager = KVTierManager(region, self.settings.policy)
         logger.info(
             "kvtier: manager attached to region %s: %d slots, namespace %s",
             self.region_name,

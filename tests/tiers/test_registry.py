@@ -66,7 +66,7 @@ def test_the_classes() -> None:
             ["tiers[1].timeout_second", "'timeout_seconds'"],
         ),
         ({"type": "example", "capacity_bytes": "5XB"}, ["tiers[1].capacity_bytes", "5XB"]),
-        ({"type": "example", "backpressure": {}}, ["tiers[1].backpressure", "defer or drop"]),
+        ({"type": "example", "backpressure": {}}, ["backpressure", "defer", "drop"]),
         (OWN | {"capacity_chunk": 5}, ["tiers[1].capacity_chunk", "'capacity_chunks'"]),
         (OWN | {"capacity_chunks": 0}, ["tiers[1].capacity_chunks", "at least 1"]),
         (OWN | {"store_treshold": 2}, ["tiers[1].store_treshold", "'store_threshold'"]),

@@ -69,7 +69,7 @@ def test_a_reload_is_exact_and_damage_shows(
             extra={
                 "cpu_bytes_to_use": 64 << 20,
                 "blocks_per_chunk": case.blocks_per_chunk,
-                "shm_directory": str(shm_directory),
+                "directory": str(shm_directory),
             },
         )
         check(case, engine)

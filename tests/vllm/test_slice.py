@@ -112,7 +112,7 @@ def served(
             extra={
                 "cpu_bytes_to_use": HOST_BYTES,
                 "blocks_per_chunk": blocks_per_chunk,
-                "shm_directory": str(shm_directory),
+                "directory": str(shm_directory),
             },
         )
         assert started["block_size"] == BLOCK_TOKENS
@@ -261,7 +261,7 @@ def test_a_killed_engine_leaves_nothing_after_the_next_start(
     options = {
         "model": str(checkpoint("full")),
         "blocks": DEVICE_BLOCKS,
-        "extra": {"cpu_bytes_to_use": HOST_BYTES, "shm_directory": str(own_shm_directory)},
+        "extra": {"cpu_bytes_to_use": HOST_BYTES, "directory": str(own_shm_directory)},
     }
     with Engine(tmp_path / "first", environment(1)) as engine:
         engine.start(**options)
@@ -288,5 +288,5 @@ def test_too_little_host_memory_is_refused_with_the_minimum(
         engine.start(
             model=str(checkpoint("full")),
             blocks=DEVICE_BLOCKS,
-            extra={"cpu_bytes_to_use": 4096, "shm_directory": str(own_shm_directory)},
+            extra={"cpu_bytes_to_use": 4096, "directory": str(own_shm_directory)},
         )
