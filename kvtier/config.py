@@ -261,19 +261,10 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{key}: is the same as {name}, which is set too; keep one of them")
         data[name] = value
     backpressure = data.pop("backpressure", None)
-<<<<<<< HEAD
-    if backpressure is not None and isinstance(data.get("tiers"), list | tuple):
-        data["tiers"] = [
-            {"backpressure": backpressure, **tier} if isinstance(tier, Mapping) else tier
-            for tier in data["tiers"]
-        ]
     if isinstance(data.get("tiers"), list | tuple):
         typed = "secondary_tiers" if "secondary_tiers" in extra else "tiers"
-        data["tiers"] = [_fs_names(tier, f"{typed}[{i}]") for i, tier in enumerate(data["tiers"])]
-=======
-    if isinstance(data.get("tiers"), list | tuple):
-        data["tiers"] = _without_detectors(data["tiers"], backpressure)
->>>>>>> auditfix
+        tiers = _without_detectors(data["tiers"], backpressure)
+        data["tiers"] = [_fs_names(tier, f"{typed}[{i}]") for i, tier in enumerate(tiers)]
     data.setdefault("isolation", "process")
     literal = list(_literal_secrets(data, ""))
     if literal:
@@ -294,7 +285,6 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
         raise ConfigError(f"kv_connector_extra_config: {text}") from exc
 
 
-<<<<<<< HEAD
 def _fs_names(tier: object, path: str) -> object:
     """A tier of type ``fs`` with kvtier's names for what vLLM's own file tier calls otherwise."""
     if not isinstance(tier, Mapping) or tier.get("type") != "fs" or tier.get("module_path"):
@@ -309,7 +299,8 @@ def _fs_names(tier: object, path: str) -> object:
             )
         result[name] = value
     return result
-=======
+
+
 def _without_detectors(tiers: list[Any] | tuple[Any, ...], default: object) -> list[Any]:
     """Tiers with the default of ``backpressure``; vLLM's detectors, which are mappings, go."""
     left_out = isinstance(default, Mapping)
@@ -329,7 +320,6 @@ def _without_detectors(tiers: list[Any] | tuple[Any, ...], default: object) -> l
             "leaves vLLM's detector out; write defer or drop"
         )
     return kept
->>>>>>> auditfix
 
 
 def describe(config: Config) -> str:
