@@ -8,7 +8,7 @@ CORE := $(wildcard kvtier/_core/*.pyx kvtier/_core/*.pxd kvtier/_core/*.h)
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help setup test bench lint checks deps-ci soak clean benchmarks
+.PHONY: help setup test bench lint checks deps-ci clean benchmarks
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -46,16 +46,24 @@ lint: $(VENV)/.dev ## ruff, mypy, cython-lint
 
 checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invariant walks
 	rm -rf build/checked-tree && mkdir -p build/checked-tree
-	git ls-files -z | xargs -0 cp --parents -t build/checked-tree
+	if git ls-files --error-unmatch setup.py >/dev/null 2>&1; then \
+		git ls-files -z | xargs -0 cp --parents -t build/checked-tree; \
+	else \
+		tar -c --exclude=./build --exclude=./.venv --exclude=./.git --exclude=./bench-results \
+			--exclude=__pycache__ --exclude='*.so' . | tar -x -C build/checked-tree; \
+	fi
 	cd build/checked-tree && KVTIER_CHECKS=1 KVTIER_WERROR=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
-	cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm" $(TEST_ARGS)
+	export KVTIER_TRACES="$${KVTIER_TRACES:-$(CURDIR)/../shared/traces}"; \
+		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm" $(TEST_ARGS)
+	@echo "left out of this build: the tests with vLLM (marked vllm); make test runs them"
 
 benchmarks: setup $(VENV)/.dev ## all micro-benchmarks, one JSON line each
 	$(BIN)/python -m benchmarks
 
 deps-ci: ## Debian packages that the full test run needs (root)
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends fio
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+		python3-dev python3-venv gcc git e2fsprogs mount fio
 
 clean:
 	rm -rf build bench-results

@@ -56,6 +56,5 @@ setup(
         EXTENSIONS,
         compiler_directives=DIRECTIVES,
         build_dir="build/checked" if CHECKS else "build/plain",
-        compile_time_env=None,
     )
 )

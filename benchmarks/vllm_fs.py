@@ -29,7 +29,7 @@ class VllmFs:
         # lazy: the benchmark runs without vLLM when no peer is asked for
         from vllm.v1.kv_offload import base, config
         from vllm.v1.kv_offload.tiering import base as tiering
-        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager  # lazy: as above
 
         class Spec(base.OffloadingSpec):
             def get_manager(self) -> Any:

@@ -6,13 +6,14 @@ out with the probe's reason, or fails it when ``KVTIER_REQUIRE`` names the part 
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,26 @@ def trace_path() -> Path:
     """Where the published request trace is looked for."""
     folder = os.environ.get("KVTIER_TRACES", str(ROOT.parent / "shared" / "traces"))
     return Path(folder) / "mooncake_conversation.jsonl"
+
+
+RUST_PACKAGES = ("pydantic-core", "tiktoken", "safetensors", "tokenizers", "rpds-py", "hf-xet")
+"""Well-known packages that are built in Rust."""
+
+
+def disk_folder() -> Path | None:
+    """A writable directory on a disk's file system."""
+    # lazy: the probes load nothing of kvtier before a test asks for them.
+    from kvtier.bench.tierdir import file_system
+
+    for place in (Path("/var/tmp"), Path.cwd()):
+        if os.access(place, os.W_OK) and file_system(place) in ("ext4", "xfs", "btrfs"):
+            return place
+    return None
+
+
+def installed(names: Iterable[str]) -> list[str]:
+    """Those of the distributions that are installed."""
+    return [name for name in names if any(importlib.metadata.distributions(name=name))]
 
 
 def _root() -> str | None:
@@ -43,6 +64,52 @@ def _mount() -> str | None:
     finally:
         os.rmdir(folder)
     return None
+
+
+def _loop() -> str | None:
+    """Whether a file can be mounted as an ext4 disk; mounting as such is a part of its own."""
+    if shutil.which("mkfs.ext4") is None:
+        return "command mkfs.ext4 not found"
+    with tempfile.TemporaryDirectory(prefix="kvtier-probe-") as folder:
+        image, disk = Path(folder) / "image", Path(folder) / "disk"
+        disk.mkdir()
+        with image.open("wb") as file:
+            file.truncate(4 << 20)
+        for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, disk]):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            if done.returncode:
+                return f"{command[0]} of a loop device failed: {done.stderr.strip()}"
+        subprocess.run(["umount", disk], timeout=30, check=True)
+    return None
+
+
+def _direct() -> str | None:
+    with tempfile.TemporaryDirectory(prefix="kvtier-probe-") as folder:
+        try:
+            os.close(os.open(f"{folder}/file", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+        except OSError as exc:
+            return f"no O_DIRECT in {tempfile.gettempdir()}: {exc.strerror}"
+    return None
+
+
+def _disk() -> str | None:
+    return None if disk_folder() else "no disk file system to write to"
+
+
+def _cores() -> str | None:
+    return None if len(os.sched_getaffinity(0)) > 1 else "only one core"
+
+
+def _memory_policy() -> str | None:
+    from kvtier.host import numa  # lazy: as above
+
+    # The kernel keeps those of the named nodes that exist.
+    with numa.interleaved([0, 1]) as spread:
+        return None if spread else "the kernel tells or sets no memory policy"
+
+
+def _rust() -> str | None:
+    return None if installed(RUST_PACKAGES) else f"none of {', '.join(RUST_PACKAGES)} is installed"
 
 
 def _module(name: str) -> Callable[[], str | None]:
@@ -81,6 +148,12 @@ def _cuda() -> str | None:
 PARTS: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "mount": _mount,
+    "loop": _loop,
+    "direct": _direct,
+    "disk": _disk,
+    "cores": _cores,
+    "memory-policy": _memory_policy,
+    "rust": _rust,
     "vllm": _module("vllm"),
     "torch": _module("torch"),
     "fio": _command("fio"),

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests import parts
+
 ROOT = Path(__file__).resolve().parent.parent
 
 RUST_BUILDERS = ("maturin", "setuptools-rust", "setuptools_rust")
@@ -74,12 +76,9 @@ def test_no_run_time_dependency_is_built_in_rust() -> None:
         assert rust_in(distribution) == [], " -> ".join(chain)
 
 
+@pytest.mark.needs("rust")
 def test_the_check_sees_rust_where_there_is_some() -> None:
-    known = ("pydantic-core", "tiktoken", "safetensors", "tokenizers", "rpds-py", "hf-xet")
-    there = [name for name in known if any(metadata.distributions(name=name))]
-    if not there:
-        pytest.skip("none of the well-known Rust packages is installed to look at")
-    for name in there:
+    for name in parts.installed(parts.RUST_PACKAGES):
         assert rust_in(metadata.distribution(name)), name
 
 

@@ -77,9 +77,9 @@ def window_chunks(vllm_config: VllmConfig, layer_name: str, chunk_tokens: int) -
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     spec = layer.get_kv_cache_spec(vllm_config) if layer is not None else None
     if isinstance(spec, SlidingWindowSpec):
-        return -(-spec.sliding_window // chunk_tokens)
+        return -(-int(spec.sliding_window) // chunk_tokens)
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return -(-spec.attention_chunk_size // chunk_tokens)
+        return -(-int(spec.attention_chunk_size) // chunk_tokens)
     if isinstance(spec, MambaSpec):
         return 1
     return None

@@ -200,6 +200,16 @@ def test_interrupt_in_the_middle_of_a_run(tmp_path: Path) -> None:
     assert 0 < run.requests < run.requests_wanted
 
 
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvtier.bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_real_engine_end_to_end(tmp_path: Path) -> None:
     """All strategies over kvtier itself, host memory too small, files on whatever disk there is."""
@@ -211,13 +221,7 @@ def test_real_engine_end_to_end(tmp_path: Path) -> None:
         f"--tier-dir={tmp_path}",
         "--allow-tmpfs",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier.bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_bench(*arguments)
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     report = read(tmp_path)
@@ -247,13 +251,7 @@ def test_real_engine_with_damage_fails(kind: str, tmp_path: Path) -> None:
         "--allow-tmpfs",
         f"--inject={kind}",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier.bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_bench(*arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     (run,) = read(tmp_path).runs
     if kind == "flip":
@@ -263,3 +261,35 @@ def test_real_engine_with_damage_fails(kind: str, tmp_path: Path) -> None:
         assert run.sweeps is not None
         assert run.sweeps.damaged_files > 0
         assert run.engine.failures.get("corrupt", 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("swap-heads", 1 / 4), ("swap-layers", 1 / 2), ("stale", 1.0)],
+)
+def test_real_engine_with_displaced_bytes_fails(kind: str, share: float, tmp_path: Path) -> None:
+    """As much of a block differs as was displaced: one layer of four, two of them, all."""
+    done = run_bench(*SMALL, "--strategies=host", f"--output={tmp_path}", f"--inject={kind}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: bytes differ" in done.stdout
+    (run,) = read(tmp_path).runs
+    assert run.copies.differing_blocks > 0
+    assert run.copies.differences
+    block_bytes = 64 * 1024
+    for one in run.copies.differences:
+        # Some bytes are equal by chance.
+        assert 0.99 * share < one.bytes_differing / block_bytes <= share
+
+
+def test_real_engine_where_recomputing_is_free_gains_nothing(tmp_path: Path) -> None:
+    done = run_bench(
+        *SMALL, "--strategies=none,host", "--prefill-speedup=100", f"--output={tmp_path}"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "verdict: NO GAIN: nothing served more than without kvtier" in done.stdout
+    report = read(tmp_path)
+    assert not report.verdict.holds
+    # The gain alone is missing: bytes, tiers and answers are right.
+    assert [clause.holds for clause in report.verdict.clauses[:4]] == [True] * 4
+    none, host = report.runs
+    assert host.computed_tokens < none.computed_tokens

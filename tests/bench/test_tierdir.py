@@ -13,6 +13,7 @@ from kvtier.bench import tierdir
 from kvtier.bench.inject import flip_file
 from kvtier.bench.yardstick import disk_speed, memcpy_speed
 from kvtier.errors import ConfigError
+from tests import parts
 
 MOUNTS = """\
 21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -62,17 +63,10 @@ def test_wrong_directories_are_named(tmp_path: Path) -> None:
         tierdir.check_space(tmp_path, 1 << 60)
 
 
-def on_disk() -> Path | None:
-    for place in (Path("/var/tmp"), Path.cwd()):
-        if os.access(place, os.W_OK) and tierdir.file_system(place) in ("ext4", "xfs", "btrfs"):
-            return place
-    return None
-
-
+@pytest.mark.needs("disk")
 def test_cached_pages_are_seen_and_dropped() -> None:
-    place = on_disk()
-    if place is None:
-        pytest.skip("no disk file system to write to")
+    place = parts.disk_folder()
+    assert place is not None
     directory = tierdir.TierDirectory(place)
     directory.open()
     try:

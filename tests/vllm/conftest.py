@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,11 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-
-if not HAS_VLLM:
-    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -234,13 +234,13 @@ async def test_unknown_version_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F02")
+@pytest.mark.needs("direct")
 @pytest.mark.parametrize("shift", [1, 8, 512, 4095])
 @pytest.mark.parametrize("group", range(len(SIZES)))
 async def test_odd_addresses_and_lengths(tmp_path: Path, shift: int, group: int) -> None:
     arena = Arena(2, 528 * 1024)
     async with opened(tmp_path / "root", arena=arena) as bench:
-        if not bench.tier.direct:
-            pytest.skip("no O_DIRECT here")
+        assert bench.tier.direct
         key, payload = chunk(1, group, SIZES[group])
         source = arena.slot(0, key, len(payload), payload, shift=shift)
         assert await bench.tier.store([source], context()) == [Outcome.DONE]
@@ -284,11 +284,11 @@ async def test_effective_mode(
         assert f"is ready, {mode} I/O" in caplog.text
 
 
+@pytest.mark.needs("direct")
 async def test_direct_refused_late(tmp_path: Path) -> None:
     """A filesystem that passes the trial and then refuses a call goes on without O_DIRECT."""
     async with opened(tmp_path / "root") as bench:
-        if not bench.tier.direct:
-            pytest.skip("no O_DIRECT here")
+        assert bench.tier.direct
         bench.faults.set("write", errno.EINVAL, times=1)
         assert await bench.store(1) == [Outcome.DONE]
         assert bench.samples()[("kvtier_fs_direct_fallbacks_total", "fs")] == 1
