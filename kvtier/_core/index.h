@@ -16,7 +16,15 @@
 #define KVT_UNSAVED_STEPS 1024 /* unsaved chunks put aside for one victim; see kvt_take_victim */
 #define KVT_SERVICE_CHECKS 2   /* slots with service pins looked at again for one victim */
 #define KVT_BLOCK 32           /* keys prefetched together */
+#define KVT_AHEAD 8            /* victims fetched together when fewer were expected of a class */
 #define KVT_SERVICE_LAST 64    /* the same, before giving up */
+
+/* The victims of one class that the running reserve expects, oldest first. */
+typedef struct {
+    kvt_key k[KVT_BLOCK];
+    int at, end;  /* [at, end) have hashes and are still to go */
+    int expected; /* [end, expected) have a slot only */
+} kvt_ahead;
 
 typedef struct {
     kvt_table t;
@@ -27,10 +35,8 @@ typedef struct {
     uint32_t free_head; /* last in, first out: its memory is the warmest */
     uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
-    /* The victims that the running reserve expects, oldest first, with their hashes. */
-    kvt_key ahead[KVT_BLOCK];
-    int ahead_at, ahead_end; /* [ahead_at, ahead_end) have hashes and are still to go */
-    int expected;            /* so many have a slot; not all of them may have to go */
+    kvt_ahead ahead[KVT_CLASSES];
+    int reserving; /* victims will be wanted one after the other */
 } kvt_index;
 
 /* A call of the policy. Those known here are called by name, so that the compiler can put their few
@@ -65,53 +71,83 @@ static inline void kvt_prefetch_bucket(const kvt_index *x, const kvt_key *k)
     __builtin_prefetch(&x->t.bucket[kvt_home(&x->t, k->hash)], 1);
 }
 
-/* n absent keys may come: their victims, most likely, with nodes and records on their way. */
+/* The next n victims of a class, most likely: nodes and records are on their way. */
+static inline void kvt_expect_of(kvt_index *x, unsigned cls, int n)
+{
+    kvt_ahead *a = &x->ahead[cls];
+    uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
+    a->at = a->end = a->expected = 0;
+    for (; a->expected < n && at != KVT_NIL; at = x->l.node[at].prev) {
+        __builtin_prefetch(&x->t.rec[at], 1);
+        a->k[a->expected++].slot = at;
+    }
+}
+
+/* What removing them will write. */
+static inline void kvt_prefetch_expected(kvt_index *x, unsigned cls)
+{
+    kvt_ahead *a = &x->ahead[cls];
+    for (; a->end < a->expected; a->end++) {
+        kvt_key *k = &a->k[a->end];
+        const kvt_record *r = &x->t.rec[k->slot];
+        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
+            break;
+        kvt_key_words(k, r->key, r->key_len);
+        kvt_key_hash(k);
+        kvt_prefetch_bucket(x, k);
+        KVT_POLICY(x, prefetch, x->state, k);
+    }
+    a->expected = a->end;
+}
+
+/* n absent keys may come: fetch what evicting for them will read first. */
 static inline void kvt_expect(kvt_index *x, int64_t n)
 {
-    int64_t most = n - (int64_t)x->num_free;
-    int found = 0;
-    if (most > KVT_BLOCK)
-        most = KVT_BLOCK;
-    if (most > 0) {
-        unsigned cls = KVT_POLICY(x, victim, x->state, &x->l, x->capacity, NULL);
-        uint32_t at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
-        for (; found < most && at != KVT_NIL; at = x->l.node[at].prev) {
-            __builtin_prefetch(&x->t.rec[at], 1);
-            x->ahead[found++].slot = at;
-        }
-    }
-    x->ahead_at = x->ahead_end = 0;
-    x->expected = found;
+    int from[KVT_CLASSES] = {0};
+    n -= (int64_t)x->num_free;
+    if (n > 0)
+        KVT_POLICY(x, expect, x->state, &x->l, n < KVT_BLOCK ? (int)n : KVT_BLOCK, from);
+    for (unsigned cls = 0; cls < KVT_CLASSES; cls++)
+        kvt_expect_of(x, cls, from[cls]);
 }
 
 /* Before the keys [at, at + KVT_BLOCK) of a reserve: what the policy will read for them, and what
  * removing the expected victims will write. */
 static inline void kvt_prefetch_reserve(kvt_index *x, const kvt_key *k, int64_t n)
 {
-    int absent = 0, end = 0;
+    int64_t absent = 0;
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
         if (k[i].slot == -1) {
             absent++;
-            KVT_POLICY(x, prefetch, x->state, &x->l, x->capacity, &k[i], 1);
+            KVT_POLICY(x, prefetch, x->state, &k[i]);
         }
-    absent -= x->num_free < KVT_BLOCK ? (int)x->num_free : KVT_BLOCK;
-    for (; end < absent && end < x->expected; end++) {
-        kvt_key *v = &x->ahead[end];
-        const kvt_record *r = &x->t.rec[v->slot];
-        if (r->key_len < 5 || r->key_len > KVT_KEY_BYTES)
-            break;
-        kvt_key_words(v, r->key, r->key_len);
-        kvt_key_hash(v);
-        kvt_prefetch_bucket(x, v);
-        KVT_POLICY(x, prefetch, x->state, &x->l, x->capacity, v, 1);
-    }
-    x->ahead_end = end;
-    if (end)
-        KVT_POLICY(x, prefetch, x->state, &x->l, x->capacity, NULL, end);
+    x->reserving = 1;
+    for (unsigned cls = 0; absent > (int64_t)x->num_free && cls < KVT_CLASSES; cls++)
+        kvt_prefetch_expected(x, cls);
 }
 
 /* End of a reserve: from now on keys may leave their slots by other ways. */
-static inline void kvt_forget_ahead(kvt_index *x) { x->ahead_at = x->ahead_end = 0; }
+static inline void kvt_forget_ahead(kvt_index *x)
+{
+    x->reserving = 0;
+    for (unsigned cls = 0; cls < KVT_CLASSES; cls++)
+        x->ahead[cls].at = x->ahead[cls].end = x->ahead[cls].expected = 0;
+}
+
+/* Key and hash of the victim s: as fetched ahead if it was expected, else into *own. */
+static inline const kvt_key *kvt_victim_key(kvt_index *x, uint32_t s, unsigned cls, kvt_key *own)
+{
+    kvt_ahead *a = &x->ahead[cls];
+    if (x->reserving && a->at == a->end) {
+        kvt_expect_of(x, cls, KVT_AHEAD);
+        kvt_prefetch_expected(x, cls);
+    }
+    while (a->at < a->end) /* those passed over were found unusable, and parked */
+        if (a->k[a->at++].slot == s)
+            return &a->k[a->at - 1];
+    kvt_key_of(own, &x->t.rec[s]);
+    return own;
+}
 
 /* First slot whose tag fits, unconfirmed: what kvt_find will look at. -1: the key is absent. */
 static inline int64_t kvt_prefetch_record(const kvt_index *x, const kvt_key *k)
@@ -294,15 +330,13 @@ static inline int kvt_detach(kvt_index *x, uint32_t s)
 
 static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *broken)
 {
-    kvt_key own, *k = &own;
+    const unsigned cls = kvt_class(kvt_list_of(&x->l.node[s]));
+    kvt_key own;
+    const kvt_key *k = kvt_victim_key(x, s, cls, &own);
     if (!kvt_detach(x, s))
         return 0;
-    if (x->ahead_at < x->ahead_end && x->ahead[x->ahead_at].slot == s)
-        k = &x->ahead[x->ahead_at++];
-    else
-        kvt_key_of(k, &x->t.rec[s]);
     *broken |= !kvt_table_remove(&x->t, k->hash, s);
-    KVT_POLICY(x, evicted, x->state, &x->l, x->capacity, k, kvt_class(kvt_list_of(&x->l.node[s])), m);
+    KVT_POLICY(x, evicted, x->state, &x->l, x->capacity, k, cls, m);
     kvt_unlink(&x->l, s);
     x->l.node[s].info = 0;
     return 1;

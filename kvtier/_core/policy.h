@@ -23,9 +23,10 @@ typedef struct {
     void *(*create)(uint64_t slots);
     void (*destroy)(void *self);
     void (*clear)(void *self);
-    /* Prefetch what `missed` and `evicted` will read for k; k may be NULL: then for n evictions. */
-    void (*prefetch)(const void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k,
-                     int n);
+    /* Prefetch what `missed` and `evicted` will read for k. */
+    void (*prefetch)(const void *self, const kvt_key *k);
+    /* Guess how many of the next n victims each class will give. */
+    void (*expect)(const void *self, const kvt_lists *l, int n, int from[KVT_CLASSES]);
     /* An absent key is asked for. */
     void (*missed)(void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k, kvt_miss *m);
     /* It got no slot. */

@@ -30,6 +30,8 @@ typedef struct {
     uint32_t used;     /* ghosts ever used */
     uint32_t head[2], tail[2];
     uint64_t count[2];
+    uint32_t scout[2]; /* ghost whose memory is asked for next, on the way from tail to head */
+    int lead[2];       /* how far it is in front of the tail, at most */
     double p;
 } kvt_arc_state;
 
@@ -40,6 +42,8 @@ static void kvt_arc_clear(void *self)
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
     a->used = 0;
     a->count[0] = a->count[1] = 0;
+    a->scout[0] = a->scout[1] = KVT_NIL;
+    a->lead[0] = a->lead[1] = 0;
     a->p = 0;
 }
 
@@ -69,6 +73,7 @@ static void *kvt_arc_create(uint64_t slots)
     }
     a->ghost = (kvt_ghost *)(a->t.bucket + a->t.num_buckets);
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
+    a->scout[0] = a->scout[1] = KVT_NIL;
     return a;
 }
 
@@ -97,6 +102,7 @@ static void kvt_arc_remove(kvt_arc_state *a, uint32_t g)
     int b = (int)(n->print[1] & 1);
     if (n->prev == KVT_NIL) a->head[b] = n->next; else a->ghost[n->prev].next = n->next;
     if (n->next == KVT_NIL) a->tail[b] = n->prev; else a->ghost[n->next].prev = n->prev;
+    if (a->scout[b] == g) a->scout[b] = n->prev;
     a->count[b]--;
     n->next = a->free;
     a->free = g;
@@ -121,31 +127,53 @@ static void kvt_arc_add(kvt_arc_state *a, const uint64_t print[2], int b)
     kvt_table_add(&a->t, print[0], g);
 }
 
+#define KVT_SCOUT_LEAD 8
+
+/* The oldest ghost goes. Those behind it go soon: a scout that walks in front asks for the memory
+ * that their removal will need, one step after it has asked for the ghost itself. */
+static void kvt_arc_drop_tail(kvt_arc_state *a, int b)
+{
+    kvt_arc_remove(a, a->tail[b]);
+    if (a->scout[b] == KVT_NIL || a->lead[b] <= 0) {
+        a->scout[b] = a->tail[b];
+        a->lead[b] = 0;
+    } else {
+        a->lead[b]--;
+    }
+    for (int i = 0; i < 2 && a->lead[b] < KVT_SCOUT_LEAD && a->scout[b] != KVT_NIL; i++) {
+        const kvt_ghost *n = &a->ghost[a->scout[b]];
+        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, n->print[0])], 1);
+        a->scout[b] = n->prev;
+        a->lead[b]++;
+        if (n->prev != KVT_NIL)
+            __builtin_prefetch(&a->ghost[n->prev], 1);
+    }
+}
+
 /* |T1| + |B1| <= c, all four <= 2c, ghosts <= c; `going` chunks are about to leave T1, T2. */
 static void kvt_arc_trim(kvt_arc_state *a, const kvt_lists *l, uint64_t c, const uint64_t going[2])
 {
     uint64_t t1 = kvt_class_count(l, 0) - going[0], t2 = kvt_class_count(l, 1) - going[1];
     while (a->count[0] && t1 + a->count[0] > c)
-        kvt_arc_remove(a, a->tail[0]);
+        kvt_arc_drop_tail(a, 0);
     while (a->count[1] && t1 + t2 + a->count[0] + a->count[1] > 2 * c)
-        kvt_arc_remove(a, a->tail[1]);
+        kvt_arc_drop_tail(a, 1);
     while (a->count[0] + a->count[1] > c)
-        kvt_arc_remove(a, a->count[1] ? a->tail[1] : a->tail[0]);
+        kvt_arc_drop_tail(a, a->count[1] != 0);
 }
 
-static void kvt_arc_prefetch(const void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
-                             int n)
+static void kvt_arc_prefetch(const void *self, const kvt_key *k)
 {
     const kvt_arc_state *a = self;
-    if (k) {
-        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, k->hash)], 1);
-        return;
-    }
-    /* The ghosts that case IV will trim, and their table entries. */
-    int b = kvt_class_count(l, 0) + a->count[0] < c;
-    uint32_t at = a->tail[b];
-    for (int i = 0; i < n && at != KVT_NIL; i++, at = a->ghost[at].prev)
-        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, a->ghost[at].print[0])], 1);
+    __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, k->hash)], 1);
+}
+
+/* As REPLACE will choose for keys without ghosts: T2 until |T1| is above p, then T1. */
+static void kvt_arc_expect(const void *self, const kvt_lists *l, int n, int from[KVT_CLASSES])
+{
+    double room = ((const kvt_arc_state *)self)->p + 1 - (double)kvt_class_count(l, 0);
+    from[1] = room <= 0 ? 0 : room < n ? (int)room : n;
+    from[0] = n - from[1];
 }
 
 static void kvt_arc_missed(void *self, const kvt_lists *l, uint64_t c, const kvt_key *k,
@@ -252,7 +280,7 @@ static int kvt_arc_check(const void *self, const kvt_lists *l, uint64_t c)
 
 static const kvt_policy kvt_arc = {
     "arc", sizeof(kvt_ghost) + sizeof(kvt_bucket) / 4, kvt_arc_create, kvt_arc_destroy,
-    kvt_arc_clear, kvt_arc_prefetch, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
+    kvt_arc_clear, kvt_arc_prefetch, kvt_arc_expect, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
     kvt_arc_place, kvt_arc_placed, kvt_arc_reused, kvt_arc_ghosts, kvt_arc_parameter,
     kvt_arc_check,
 };

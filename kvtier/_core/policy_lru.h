@@ -11,10 +11,12 @@ static char kvt_lru_state;
 
 static void *kvt_lru_create(uint64_t slots) { (void)slots; return &kvt_lru_state; }
 static void kvt_lru_nothing(void *self) { (void)self; }
-static void kvt_lru_prefetch(const void *self, const kvt_lists *l, uint64_t capacity,
-                             const kvt_key *k, int n)
+static void kvt_lru_prefetch(const void *self, const kvt_key *k) { (void)self; (void)k; }
+static void kvt_lru_expect(const void *self, const kvt_lists *l, int n, int from[KVT_CLASSES])
 {
-    (void)self; (void)l; (void)capacity; (void)k; (void)n;
+    (void)self; (void)l;
+    from[0] = n;
+    from[1] = 0;
 }
 static void kvt_lru_missed(void *self, const kvt_lists *l, uint64_t capacity, const kvt_key *k,
                            kvt_miss *m)
@@ -49,7 +51,7 @@ static int kvt_lru_check(const void *self, const kvt_lists *l, uint64_t capacity
 
 static const kvt_policy kvt_lru = {
     "lru", 0, kvt_lru_create, kvt_lru_nothing, kvt_lru_nothing, kvt_lru_prefetch,
-    kvt_lru_missed, kvt_lru_refused, kvt_lru_victim, kvt_lru_evicted, kvt_lru_place, kvt_lru_placed, kvt_lru_reused,
+    kvt_lru_expect, kvt_lru_missed, kvt_lru_refused, kvt_lru_victim, kvt_lru_evicted, kvt_lru_place, kvt_lru_placed, kvt_lru_reused,
     kvt_lru_ghosts, kvt_lru_parameter, kvt_lru_check,
 };
 
