@@ -12,7 +12,8 @@ by round; each value is the median over the rounds:
 - *saturated_process*: the file tier stores and loads as fast as it can, in its process.
 - *saturated_thread*: the same in a thread of the scheduler's process.
 - *same_io*: idle, beside an unrelated process that does the same I/O on two threads at the same
-  nice value: direct writes and reads of chunks, with their checksums.
+  nice value: direct writes and reads of files as long as the tier's, with their checksums, as many
+  a second as the last *saturated_process* did. Both rates are printed.
 - *noise*: a loop that does nothing, as long as an idle step, after each step of *idle*. Its own
   spread says what the machine adds; where that is far from 1, so are the others.
 
@@ -49,6 +50,8 @@ from kvtier.runtime.child import NICE
 STEP_SECONDS = 0.005
 WARMUP_STEPS = 40
 CASES = ("idle", "idle_single", "saturated_process", "saturated_thread", "same_io")
+FILE_BYTES = CHUNK_BYTES + 4096
+"""A chunk and the tier's trailer."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -95,14 +98,30 @@ def drive(system: System, quiet: bool, steps: int, spin: int = 0) -> tuple[Figur
     return figures_of(taken), figures_of(spun[WARMUP_STEPS:]) if spun else None
 
 
-def run(case: str, root: Path, steps: int) -> tuple[Figures, Figures | None, str]:
-    """One run of one of `CASES`: its figures, those of the idle loop, and what it moved."""
+class Rates(msgspec.Struct, frozen=True):
+    """Payload bytes a second."""
+
+    loaded: float
+    stored: float
+
+    def __str__(self) -> str:
+        return f"{self.loaded / 1e9:.2f} GB/s in, {self.stored / 1e9:.2f} out"
+
+
+def run(
+    case: str, root: Path, steps: int, beside: Rates
+) -> tuple[Figures, Figures | None, Rates, str]:
+    """One run of one of `CASES`: its figures, those of the idle loop, and what it moved.
+
+    `beside` is what the other process of *same_io* moves.
+    """
     quiet = not case.startswith("saturated")
     isolation = "thread" if case == "saturated_thread" else "process"
     spin = 20_000 if case == "idle" else 0
     folder = Path(tempfile.mkdtemp(dir=root))
     try:
-        with same_io(folder / "io") if case == "same_io" else contextlib.nullcontext():
+        io = same_io(folder / "io", beside) if case == "same_io" else contextlib.nullcontext([])
+        with io as did:
             system = KVTier(folder / "fs", isolation, quiet, single=case == "idle_single")
             try:
                 before = system.engine.stats()
@@ -120,49 +139,65 @@ def run(case: str, root: Path, steps: int) -> tuple[Figures, Figures | None, str
                     raise SystemExit(f"{case}: {loaded} bytes loaded, {stored} stored")
                 if not quiet and not (loaded and stored and system.tier_chunks):
                     raise SystemExit(f"{case}: nothing went through the file tier")
-                moved = (
-                    f"{loaded / seconds / 1e9:.2f} GB/s in, {stored / seconds / 1e9:.2f} out, "
-                    f"{system.put_off} chunks put off at the end"
-                )
+                rates = Rates(loaded / seconds, stored / seconds)
+                moved = f"{rates}, {system.put_off} chunks put off at the end"
             finally:
                 system.close()
+        if did:
+            moved = f"the other process {did[0]}, asked for {beside}"
     finally:
         shutil.rmtree(folder)
-    return figures, noise, moved
+    return figures, noise, rates, moved
 
 
 @contextlib.contextmanager
-def same_io(folder: Path) -> Iterator[None]:
-    """A process that writes and reads chunks there, as long as the block lasts."""
+def same_io(folder: Path, rates: Rates) -> Iterator[list[Rates]]:
+    """A process that writes and reads chunks there, as long as the block lasts.
+
+    What it really did is in the list afterwards.
+    """
     folder.mkdir()
+    did: list[Rates] = []
+    arguments = [str(folder), str(rates.loaded), str(rates.stored)]
     child = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.step", "--io", str(folder)],
+        [sys.executable, "-m", "benchmarks.step", "--io", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        yield
+        yield did
     finally:
         assert child.stdin is not None
+        assert child.stdout is not None
         child.stdin.close()
+        line = child.stdout.readline()
         child.wait(30)
+        if line:
+            did.append(msgspec.json.decode(line, type=Rates))
 
 
-def do_io(folder: Path) -> None:
+def do_io(folder: Path, rates: Rates) -> None:
     """The other process: one thread writes new files, one reads old ones, until stdin ends."""
     os.nice(NICE)
     stop = threading.Event()
     num_files = 1024
-    written = threading.Event()
+    written, started = threading.Event(), threading.Event()
+    began = time.monotonic()
+    done = {"in": 0, "out": 0}  # chunks since then
+
+    def pace(direction: str, rate: float) -> None:
+        """Wait for the next chunk's turn; one that is late is made up for."""
+        done[direction] += 1
+        stop.wait(max(0.0, began + done[direction] * CHUNK_BYTES / rate - time.monotonic()))
 
     def name(number: int) -> Path:
         return folder / f"{number % num_files}"
 
     def write() -> None:
-        buffer = mmap.mmap(-1, CHUNK_BYTES)
-        buffer[:] = random.randbytes(CHUNK_BYTES)
+        buffer = mmap.mmap(-1, FILE_BYTES)
+        buffer[:] = random.randbytes(FILE_BYTES)
         number = 0
         while not stop.is_set():
             crc32c(buffer)
@@ -172,27 +207,37 @@ def do_io(folder: Path) -> None:
             os.close(fd)
             temporary.rename(name(number))
             number += 1
+            if number < 64:
+                continue
             if number == 64:
                 written.set()
+                started.wait()
+            pace("out", max(1.0, rates.stored))
 
     def read() -> None:
-        buffer = mmap.mmap(-1, CHUNK_BYTES)
-        written.wait()
+        buffer = mmap.mmap(-1, FILE_BYTES)
+        started.wait()
         while not stop.is_set():
             fd = os.open(name(random.randrange(64)), os.O_RDONLY | os.O_DIRECT)
             os.preadv(fd, [buffer], 0)
             os.close(fd)
             crc32c(buffer)
+            pace("in", max(1.0, rates.loaded))
 
     threads = [threading.Thread(target=call) for call in (write, read)]
     for thread in threads:
         thread.start()
     written.wait()
+    began = time.monotonic()
+    started.set()
     print("ready", flush=True)
     sys.stdin.read()
     stop.set()
+    seconds = time.monotonic() - began
+    did = Rates(done["in"] * CHUNK_BYTES / seconds, done["out"] * CHUNK_BYTES / seconds)
     for thread in threads:
         thread.join()
+    print(msgspec.json.encode(did).decode(), flush=True)
 
 
 class PeerProcess:
@@ -262,11 +307,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300, help="of a case in a round")
     parser.add_argument("--directory", type=Path, help="for the files; a temporary one by default")
-    parser.add_argument("--io", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--io", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--peer-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.io is not None:
-        do_io(arguments.io)
+        folder, loaded, stored = arguments.io
+        do_io(Path(folder), Rates(float(loaded), float(stored)))
         return
     if arguments.peer_process:
         peer_process()
@@ -274,6 +320,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="kvtier-step-", dir=arguments.directory))
     names = [*CASES, *(["peer"] if arguments.peer else [])]
     figures: dict[str, list[Figures]] = {name: [] for name in [*names, "noise"]}
+    beside = Rates(0.0, 0.0)  # what the last saturated child did
     peer = PeerProcess() if arguments.peer else None
     try:
         for turn in range(arguments.rounds):
@@ -282,7 +329,9 @@ def main() -> None:
                 if peer is not None and name == "peer":
                     one = peer.run(root, arguments.steps)
                 else:
-                    one, noise, moved = run(name, root, arguments.steps)
+                    one, noise, rates, moved = run(name, root, arguments.steps, beside)
+                    if name == "saturated_process":
+                        beside = rates
                     if noise is not None:
                         figures["noise"].append(noise)
                 figures[name].append(one)

@@ -183,7 +183,7 @@ class Engine:
         deadline = self._clock() + seconds
         came = threading.Event()
         assert self._supervisor is not None
-        self._supervisor.carrier.on_message(came.set)
+        self._supervisor.on_message(came.set)
         try:
             while self._supervisor.up and self._clock() < deadline:
                 came.clear()
@@ -193,7 +193,7 @@ class Engine:
                     break
                 came.wait(min(0.2, max(0.0, deadline - self._clock())))
         finally:
-            self._supervisor.carrier.on_message(None)
+            self._supervisor.on_message(None)
         left = len(self._index.oldest_unsaved(self.geometry.num_slots))
         if left:
             log.warning("%d chunks were not saved within %g seconds", left, seconds)
@@ -201,7 +201,7 @@ class Engine:
     def on_message(self, wake: Callable[[], None] | None) -> None:
         """Have `wake` called, from any thread, when ``poll`` has something to take."""
         if self._supervisor is not None:
-            self._supervisor.carrier.on_message(wake)
+            self._supervisor.on_message(wake)
 
     # --- lookups ---
 
@@ -237,12 +237,15 @@ class Engine:
         if not self._polled:
             self.poll()
         request = self._planner.request(context)
-        if self._now < request.answer_until and request.asked == keys:
+        again = request.asked is not None and request.asked == keys
+        if again and self._now < request.answer_until:
             # It waits, and there is no news: what it may have is held, so the answer is the same.
             return request.answer
         if self._verify:
             return self._lookup_verified(keys, context)
         ready, states = self._index.lookup_batch(keys)
+        if again and self._planner.same_again(states, request, self._now):
+            return request.answer
         if ready:
             self._planner.hit(keys[:ready], request)
         if ready == len(keys):

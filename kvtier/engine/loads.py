@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvtier._core.slots import READY
+from kvtier._core.slots import READY, WRITING
 from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
 from kvtier.engine.state import State
 from kvtier.engine.transfers import FindRecord
@@ -143,15 +143,21 @@ class Loads:
 
     # --- holds ---
 
+    def could_hold(self, request: Request) -> bool:
+        """Whether there is anything to hold more chunks with."""
+        if self.held + self.lent >= self.hold_limit or self._may_hold <= 0:
+            return False
+        if self.line and request.finds and self.line[0].request is not request:
+            return all(record.request is not request for record in self.line)
+        return True
+
     def hold_hits(self, request: Request, now: float) -> None:
         """Pin what a deferred request was told it could have, as far as the bound allows.
 
         Not for a request that stands in the line for slots behind another.
         """
-        if self.line and request.finds and self.line[0].request is not request:
-            for record in self.line:
-                if record.request is request:
-                    return
+        if not self.could_hold(request):
+            return
         wanted = [key for key in dict.fromkeys(request.hits) if key not in request.held]
         room = min(self.hold_limit - self.held - self.lent, self._may_hold)
         keys = wanted[: max(0, room)]
@@ -165,7 +171,9 @@ class Loads:
 
     def settle(self, request: Request, now: float) -> None:
         """All that the request was told is ready is held: its answer stands until there is news."""
-        if request.asked is not None and request.wait_until is not None:
+        if request.asked is None or request.wait_until is None:
+            return
+        if WRITING not in request.states:  # whose writer would be no news to it
             request.answer_until = min(now + ANSWER_SECONDS, request.wait_until)
 
     def _hold(self, keys: Sequence[bytes], request: Request, now: float) -> None:

@@ -159,13 +159,20 @@ class Planner:
                 answer = one
         if ready:
             self.hit(ready, request)
-        if answer is not Lookup.MISS and WRITING not in states:
-            # Nothing but its own finds can change this soon: see ``Request.answer_until``.
-            request.asked = keys[:]
-            request.answer = (start, answer)
+        if answer is not Lookup.MISS:
+            request.asked, request.states, request.answer = keys[:], states, (start, answer)
             if not request.hits:
                 self.loads.settle(request, now)
         return answer
+
+    def same_again(self, states: bytes, request: Request, now: float) -> bool:
+        """Whether the last answer holds for keys in these states, and nothing more can be held."""
+        return (
+            states == request.states
+            and request.wait_until is not None
+            and now < request.wait_until
+            and not self.loads.could_hold(request)
+        )
 
     def verify(self, key: bytes, request: Request, now: float) -> Lookup:
         """Answer for a READY key that has to be compared with its checksum first."""

@@ -29,6 +29,7 @@ class Request:
         "load_until",
         "number",
         "sources",
+        "states",
         "status",
         "tiers",
         "used",
@@ -52,12 +53,13 @@ class Request:
         self.held: dict[bytes, tuple[int, int]] = {}
         """Pinned until the request loads them, ends, or `hold_until`: slot and generation."""
         self.asked: Sequence[bytes] | None = None
-        """Keys of the last batch of which some will come; None when there may be news since."""
+        """Keys of the last batch of which some will come; None when there was news since."""
+        self.states = b""
+        """Their states in host memory then."""
         self.answer = (0, Lookup.RETRY)
-        """What was said of them."""
+        """What was said of them; the same as long as the states are."""
         self.answer_until = 0.0
-        """Until then the same may be said again: everything it calls ready is held, and its own
-        finds have brought nothing new."""
+        """Until then it may be said again without a look: everything it calls ready is held."""
         self.hold_until = 0.0
         self.wait_until: float | None = None
         """When its lookups become misses, unless there is news before. None: it never waited."""

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 LOAD_BATCH_BYTES = 8 << 20
 """Chunks go to the owner in batches of about this size, so that the first ones are there early."""
 
+NEWS_CHUNKS = 128
+"""Loaded chunks in one message: taking it is one piece of work on the scheduler's thread."""
+
 PENDING_SECONDS = 0.02
 """Pause before a tier is asked again for chunks that are being written there."""
 
@@ -311,7 +314,11 @@ class FindJob:
                 self._again.add(i)
         if loaded:
             self._lent.difference_update(slots)
-            self._post(self._news(loaded=loaded, slots=slots, crcs=crcs, tier=tier))
+            for start in range(0, len(loaded), NEWS_CHUNKS):
+                part = slice(start, start + NEWS_CHUNKS)
+                self._post(
+                    self._news(loaded=loaded[part], slots=slots[part], crcs=crcs[part], tier=tier)
+                )
         corrupt = [
             self._message.keys[i]
             for i in positions

@@ -89,14 +89,14 @@ class Clocked(Rig):
 
 
 @contextlib.contextmanager
-def clocked(window: int | None = None, **tier: Any) -> Iterator[Clocked]:
+def clocked(window: int | None = None, slots: int = 16, **tier: Any) -> Iterator[Clocked]:
     group = GroupGeometry(
         block_tokens=16, blocks_per_chunk=1, block_bytes=CHUNK, window_chunks=window
     )
-    geometry = make_geometry([group], 16 * CHUNK)
+    geometry = make_geometry([group], slots * CHUNK)
     config = parse(
         {
-            "capacity_bytes": 16 * CHUNK,
+            "capacity_bytes": slots * CHUNK,
             "promotion_slots": 2,
             "lookup_timeout_seconds": 2.0,
             "flush_on_shutdown_seconds": 0,
