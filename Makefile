@@ -41,7 +41,7 @@ test: $(VENV)/.vllm build/.plain ## run all tests that this machine allows
 lint: $(VENV)/.dev ## ruff, mypy, cython-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/cython-lint kvtier/_core
+	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint kvtier/_core
 	$(BIN)/mypy
 
 checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invariant walks
