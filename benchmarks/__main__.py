@@ -12,11 +12,14 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import machine
 
 NAMES = ("index", "layout", "fs", "step")
 PEER = frozenset({"index", "fs", "step"})
@@ -44,6 +47,7 @@ def run(name: str) -> dict[str, Any]:
         raise SystemExit(f"benchmarks.{name} ended with exit code {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     result["command"] = " ".join(command[1:])
+    result["load"] = os.getloadavg()[0]
     return result
 
 
@@ -60,29 +64,29 @@ def versions() -> str:
 
 def page(results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    machine = results[0]["machine"]
+    here = machine()
     lines = [
         HEAD,
-        f"Measured on {datetime.date.today().isoformat()}: {machine['cpu']}, "
-        f"{machine['cores']} cores, Linux {platform.release()}. {versions()}.",
+        f"Measured on {datetime.date.today().isoformat()}: {here['cpu']}, "
+        f"{here['cores']} cores, Linux {platform.release()}. {versions()}.",
     ]
     for result in results:
         lines += [
             "",
             f"## {result['benchmark']}",
             "",
-            f"`python {result['command']}` (load {result['machine']['load_1min']})",
+            f"`python {result['command']}` (load average at its end {result['load']:.1f})",
             "",
             "| case | value | reference | ratio | middle half | target |",
             "| --- | ---: | ---: | ---: | --- | ---: |",
         ]
         for case in result["cases"]:
-            low, high = case["spread"]
-            target = "" if case["target"] is None else f"{case['target']:g}"
+            spread, target = case.get("spread"), case.get("target")
             lines.append(
-                f"| {case['case']} | {case['value']:g} {case['unit']} "
-                f"| {case['reference']}: {case['reference_value']:g} | {case['ratio']:g} "
-                f"| {low:g} to {high:g} | {target} |"
+                f"| {case['case']} | {case['value']:.4g} {case['unit']} "
+                f"| {case['reference']}: {case['reference_value']:.4g} | {case['ratio']:.3g} "
+                f"| {'' if spread is None else f'{spread[0]:.3g} to {spread[1]:.3g}'} "
+                f"| {'' if target is None else f'{target:g}'} |"
             )
     return "\n".join(lines) + "\n"
 
