@@ -280,7 +280,8 @@ static int kvt_arc_check(const void *self, const kvt_lists *l, uint64_t c)
 
 static const kvt_policy kvt_arc = {
     "arc", sizeof(kvt_ghost) + sizeof(kvt_bucket) / 4, kvt_arc_create, kvt_arc_destroy,
-    kvt_arc_clear, kvt_arc_prefetch, kvt_arc_expect, kvt_arc_missed, kvt_arc_refused, kvt_arc_victim, kvt_arc_evicted,
+    kvt_arc_clear, kvt_arc_prefetch, kvt_arc_expect, kvt_arc_missed, kvt_arc_refused,
+    kvt_arc_victim, kvt_arc_evicted,
     kvt_arc_place, kvt_arc_placed, kvt_arc_reused, kvt_arc_ghosts, kvt_arc_parameter,
     kvt_arc_check,
 };

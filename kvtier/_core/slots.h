@@ -246,7 +246,7 @@ static inline int64_t kvt_find(const kvt_table *t, const kvt_key *k, uint64_t *w
     return -1;
 }
 
-/* Which entries of a bucket are `e`, as bits. Without branches: where it stands is anyone's guess. */
+/* Which entries of a bucket are `e`, as bits. No branches here either. */
 static inline unsigned kvt_entries(const kvt_bucket *b, uint64_t e)
 {
     unsigned bits = 0;

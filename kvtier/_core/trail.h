@@ -129,7 +129,8 @@ static inline int64_t kvt_trail_load(kvt_trail *t, PyObject *keys, uint32_t grou
     for (int64_t i = 0; i < n; i++) {
         PyObject *key = PyList_GET_ITEM(keys, i); /* borrowed: nothing here runs Python */
         if (i + KVT_KEYS_AHEAD < n)
-            __builtin_prefetch(&((PyBytesObject *)PyList_GET_ITEM(keys, i + KVT_KEYS_AHEAD))->ob_sval);
+            __builtin_prefetch((char *)PyList_GET_ITEM(keys, i + KVT_KEYS_AHEAD) +
+                               offsetof(PyBytesObject, ob_sval));
         if (!kvt_is_key(key))
             return i;
         const kvt_key *k =

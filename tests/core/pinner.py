@@ -2,7 +2,8 @@
 """Child of `test_concurrent`: pins keys through a table that the parent keeps changing.
 
 ``pinner.py FD NUM_SLOTS NUM_KEYS SEED``. Each payload starts with the number of its key.
-Prints what it saw as one JSON line when the parent sets the stop byte.
+Prints "ready" before it starts, and what it saw as one JSON line when the parent sets the stop
+byte.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> None:
     table, payloads, stop = views(memory, num_slots)
     rng = random.Random(seed)
     pinned = wrong = moved = 0
+    print("ready", flush=True)
     while not stop[0]:
         number = rng.randrange(num_keys)
         one = key(number)

@@ -562,3 +562,72 @@ def test_arguments_are_checked_before_anything_changes() -> None:
     index.unpin(slots, generations)
     index.give_back(*lent)
     assert_quiet(table, index)
+
+
+@POLICIES
+def test_a_remembered_key_is_believed_only_while_its_slot_holds_it(policy: str) -> None:
+    """Eviction, reuse and `clear` come between two calls with the same keys."""
+    table, index = make_index(4, policy)
+    old = keys(1, 2, 3, 4)
+    put(index, old)
+    assert [index.lookup(one) for one in old] == [2, 2, 2, 2]
+    put(index, keys(5, 6))  # in the slots of two of them
+    present = [one for one in old if index.locate(one)]
+    assert len(present) == 2
+    assert index.lookup_batch(old)[1] == bytes(2 * (one in present) for one in old)
+    assert index.commit(old) == []
+    with pytest.raises(KeyError):
+        index.pin(old)
+    assert table.totals()["owner_pins"] == 0
+    # The record of an orphan keeps its key, and still nobody finds it.
+    slots, generations = index.pin(present)
+    index.clear()
+    assert [index.lookup(one) for one in present] == [0, 0]
+    assert index.lookup_batch(present) == (0, b"\0\0")
+    got = index.reserve(present)
+    assert got.keys == present
+    assert not set(got.slots.tolist()) & set(slots.tolist())
+    index.unpin(slots, generations)
+    assert index.reap() == 2
+    index.commit(present)
+    assert_quiet(table, index)
+
+
+@POLICIES
+def test_lookups_follow_no_list_into_another_key(policy: str) -> None:
+    """The slot behind the last one is a guess; keys asked for in any order get their own answer."""
+    _, index = make_index(300, policy)
+    count = 300
+    put(index, [key(n) for n in range(count)])
+    index.touch([key(n) for n in range(count)])
+    order = random.Random(5)
+    for _ in range(3 * count):
+        number = order.randrange(2 * count)
+        for one in range(number, min(number + order.randrange(1, 5), 2 * count)):
+            assert index.lookup(key(one)) == (2 if one < count else 0)
+
+
+@POLICIES
+def test_a_refused_reserve_leaves_no_expectation_behind(policy: str) -> None:
+    """Victims are looked for before the keys are checked; a bad key must not leave them around."""
+    _, index = make_index(4, policy)
+    put(index, keys(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="group"):
+        index.reserve([*keys(5, 6), key(7, 9)])
+    assert len(index.keep_free(2)) == 2
+    assert put(index, keys(5, 6)) == []
+    assert len(put(index, keys(7))) == 1
+    index.check()
+
+
+@POLICIES
+def test_a_key_twice_in_a_long_reserve_is_taken_once(policy: str) -> None:
+    table, index = make_index(400, policy)
+    put(index, [key(n) for n in range(1000, 1400)])
+    wanted = [key(n) for n in range(150)]
+    got = index.reserve(wanted + wanted[::-1] + [key(150)])
+    assert got.keys == [*wanted, key(150)]
+    assert len(set(got.slots.tolist())) == len(got.evicted) == 151
+    assert [table.key(int(slot)) for slot in got.slots] == got.keys
+    index.commit(got.keys)
+    assert_quiet(table, index)
