@@ -88,14 +88,20 @@ async def test_each_batch_of_a_burst_gets_a_thread_before_any_gets_two() -> None
     pool = Pool("burst", 4)
     barrier = threading.Barrier(4, timeout=SECONDS)
     works = [Parts(1, barrier.wait) for _ in range(4)]
-    gate = threading.Barrier(5, timeout=SECONDS)
-    blocker = Parts(4, gate.wait)
+    inside, gate = (threading.Barrier(5, timeout=SECONDS) for _ in range(2))
+
+    def hold() -> None:
+        inside.wait()
+        gate.wait()
+
+    blocker = Parts(4, hold)
     pool.open()
     try:
         first = asyncio.ensure_future(run(pool, (blocker, 4)))
-        await asyncio.sleep(0)
+        await asyncio.to_thread(inside.wait)
         burst = asyncio.ensure_future(run(pool, *((work, 4) for work in works)))
-        await asyncio.sleep(0)
+        while pool.jobs < 5:
+            await asyncio.sleep(0)
         await asyncio.to_thread(gate.wait)
         assert await first == [End.COMPLETE]
         assert await burst == [End.COMPLETE] * 4
