@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 
 import pytest
@@ -84,21 +85,34 @@ async def test_no_more_threads_than_the_batch_is_worth() -> None:
 
 @pytest.mark.asyncio
 async def test_each_batch_of_a_burst_gets_a_thread_before_any_gets_two() -> None:
-    """Four batches of any width and four threads: one step of each meets at the barrier."""
+    """Four batches of four parts and four threads: the first four steps are one of each."""
     pool = Pool("burst", 4)
     barrier = threading.Barrier(4, timeout=SECONDS)
-    works = [Parts(1, barrier.wait) for _ in range(4)]
-    gate = threading.Barrier(5, timeout=SECONDS)
-    blocker = Parts(4, gate.wait)
+    order: list[int] = []
+
+    def meet(number: int) -> None:
+        order.append(number)
+        barrier.wait()
+
+    works = [Parts(4, functools.partial(meet, number)) for number in range(4)]
+    inside, gate = (threading.Barrier(5, timeout=SECONDS) for _ in range(2))
+
+    def hold() -> None:
+        inside.wait()
+        gate.wait()
+
+    blocker = Parts(4, hold)
     pool.open()
     try:
         first = asyncio.ensure_future(run(pool, (blocker, 4)))
-        await asyncio.sleep(0)
+        await asyncio.to_thread(inside.wait)
         burst = asyncio.ensure_future(run(pool, *((work, 4) for work in works)))
-        await asyncio.sleep(0)
+        while pool.jobs < 5:
+            await asyncio.sleep(0)
         await asyncio.to_thread(gate.wait)
         assert await first == [End.COMPLETE]
         assert await burst == [End.COMPLETE] * 4
+        assert sorted(order[:4]) == [0, 1, 2, 3]
     finally:
         await pool.aclose(SECONDS)
 
