@@ -17,8 +17,8 @@ a store:
 
 - *fio, new file*: blocks that were never written, in a file that was preallocated. That is what a
   store does, and what its target refers to.
-- *fio, same file*: the same blocks over and over. On thin-provisioned disks and in new extents this
-  is twice as fast, and out of reach for whoever keeps new data in new files.
+- *fio, same file*: the same blocks over and over. On thin-provisioned disks and in new extents
+  this is twice as fast, and out of reach for whoever keeps new data in new files.
 
 Nothing is deleted before the end, and the directories of a run lie apart from those of the last one
 where the filesystem can do that: ext4 without a journal passes over inodes that were freed in the
@@ -28,14 +28,15 @@ What bounds it, measured with threads in C that do nothing but open, move and re
 files (8 to 32 threads, two cores, virtual disk):
 
 - A store of 64 KiB: 0.45 to 0.6 GB/s, 85 to 110 us of kernel time for each file, most of it
-  creating, naming and allocating. O_TMPFILE with linkat, no look before, fallocate, and writing under
-  the final name all lie within 10 % of each other; only the second level of directories costs (20 to
-  30 %), and a single directory for all (its lock: six times slower).
-- Stores of 512 KiB and more: 0.95 to 1.5 GB/s, the same as fio in a new file (0.8 to 1.4); fio over
-  the same blocks has 1.6 to 2.4. Preallocation changes nothing: the device takes new blocks slower.
-- A load of 64 KiB: 0.55 to 0.65 GB/s into scattered 4 KiB pages at 32 threads, and as much for files
-  without a trailer: both tiers are at the device's limit there, so that no tier is 1.5 times another.
-  Into huge pages it is 1.0 to 1.2 GB/s for both.
+  creating, naming and allocating. O_TMPFILE with linkat, no look before, fallocate, and writing
+  under the final name all lie within 10 % of each other; only the second level of directories
+  costs (20 to 30 %), and a single directory for all (its lock: six times slower).
+- Stores of 512 KiB and more: 0.95 to 1.5 GB/s, the same as fio in a new file (0.8 to 1.4); fio
+  over the same blocks has 1.6 to 2.4. Preallocation changes nothing: the device takes new blocks
+  slower.
+- A load of 64 KiB: 0.55 to 0.65 GB/s into scattered 4 KiB pages at 32 threads, and as much for
+  files without a trailer: both tiers are at the device's limit there, so that no tier is 1.5
+  times another. Into huge pages it is 1.0 to 1.2 GB/s for both.
 """
 
 from __future__ import annotations
