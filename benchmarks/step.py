@@ -11,9 +11,9 @@ by round; each value is the median over the rounds:
 - *idle_single*: the same, but prompts are asked for key by key, which is how vLLM asks.
 - *saturated_process*: the file tier stores and loads as fast as it can, in its process.
 - *saturated_thread*: the same in a thread of the scheduler's process.
-- *same_io*: idle, beside an unrelated process that does the same I/O on two threads at the same
-  nice value: direct writes and reads of files as long as the tier's, with their checksums, as many
-  a second as the last *saturated_process* did. Both rates are printed.
+- *same_io*: idle, beside an unrelated process that does the same I/O, on as many threads at the
+  same nice value: the file tier's own writes and reads of chunks, with their checksums, as many a
+  second as the last *saturated_process* did. Both rates are printed.
 - *noise*: a loop that does nothing, as long as an idle step, after each step of *idle*. Its own
   spread says what the machine adds; where that is far from 1, so are the others.
 
@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import mmap
 import os
-import random
 import shutil
 import statistics
 import subprocess
@@ -44,14 +44,17 @@ import msgspec
 
 from benchmarks.harness import Case, machine
 from benchmarks.stream import CHUNK_BYTES, KVTier, Peer, System, arrivals
-from kvtier._core.layout import crc32c
+from kvtier._core.fileio import Batch, Directory
 from kvtier.runtime.child import NICE
+from kvtier.types import make_key
 
 STEP_SECONDS = 0.005
 WARMUP_STEPS = 40
 CASES = ("idle", "idle_single", "saturated_process", "saturated_thread", "same_io")
-FILE_BYTES = CHUNK_BYTES + 4096
-"""A chunk and the tier's trailer."""
+IO_THREADS = 16
+"""Of the other process, in each direction: as many as the tier has."""
+IO_BATCH, IO_FIRST = 4, 64
+"""Chunks it moves with one call; batches that it writes first, to read them later."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -61,16 +64,15 @@ class Figures(msgspec.Struct, frozen=True):
     p99: float
     cpu: float
     """Median of the processor time."""
+    cpu_p99: float
 
 
 def figures_of(seconds: list[tuple[float, float]]) -> Figures:
     """Figures of (time, processor time) of each step."""
-    ordered = sorted(one for one, _ in seconds)
-    return Figures(
-        median=1e6 * statistics.median(ordered),
-        p99=1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
-        cpu=1e6 * statistics.median(cpu for _, cpu in seconds),
-    )
+    times = sorted(1e6 * one for one, _ in seconds)
+    cpus = sorted(1e6 * cpu for _, cpu in seconds)
+    last = min(len(times) - 1, len(times) * 99 // 100)
+    return Figures(statistics.median(times), times[last], statistics.median(cpus), cpus[last])
 
 
 def drive(system: System, quiet: bool, steps: int, spin: int = 0) -> tuple[Figures, Figures | None]:
@@ -179,65 +181,68 @@ def same_io(folder: Path, rates: Rates) -> Iterator[list[Rates]]:
 
 
 def do_io(folder: Path, rates: Rates) -> None:
-    """The other process: one thread writes new files, one reads old ones, until stdin ends."""
+    """The other process: some threads write new files, some read old ones, until stdin ends.
+
+    It uses the file tier's own batches, so that the calls are the same, and no engine.
+    """
     os.nice(NICE)
+    directory = Directory(os.open(folder, os.O_RDONLY), bytes(32), "benchmark", direct=True)
     stop = threading.Event()
-    num_files = 1024
-    written, started = threading.Event(), threading.Event()
+    lock = threading.Lock()
+
+    def work_of(count: int) -> tuple[mmap.mmap, list[int], list[int]]:
+        """Memory for so many chunks, their addresses and lengths."""
+        memory = mmap.mmap(-1, count * CHUNK_BYTES)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return memory, [start + i * CHUNK_BYTES for i in range(count)], [CHUNK_BYTES] * count
+
+    def names(first: int) -> list[bytes]:
+        return [make_key(number.to_bytes(32, "big")) for number in range(first, first + IO_BATCH)]
+
+    def move(direction: str, first: int, addresses: list[int], lengths: list[int]) -> None:
+        batch = Batch(names(first), addresses, lengths)
+        (directory.load if direction == "in" else directory.store)(batch)
+        if any(batch.statuses()):
+            raise SystemExit(f"{direction}: {batch.statuses()}")
+
+    _first, *places = work_of(IO_BATCH)
+    for number in range(IO_FIRST):
+        move("out", number * IO_BATCH, *places)
     began = time.monotonic()
-    done = {"in": 0, "out": 0}  # chunks since then
+    begun = {"in": 0, "out": 0}
+    done = {"in": 0, "out": 0}  # batches
 
-    def pace(direction: str, rate: float) -> None:
-        """Wait for the next chunk's turn; one that is late is made up for."""
-        done[direction] += 1
-        stop.wait(max(0.0, began + done[direction] * CHUNK_BYTES / rate - time.monotonic()))
+    def work(direction: str, rate: float) -> None:
+        _memory, *places = work_of(IO_BATCH)
+        while True:
+            with lock:
+                number = begun[direction]
+                begun[direction] += 1
+            # Each batch has its time; one that is late is made up for.
+            due = began + number * IO_BATCH * CHUNK_BYTES / max(1.0, rate)
+            if stop.wait(max(0.0, due - time.monotonic())):
+                return
+            turn = number % IO_FIRST if direction == "in" else IO_FIRST + number
+            move(direction, turn * IO_BATCH, *places)
+            with lock:
+                done[direction] += 1
 
-    def name(number: int) -> Path:
-        return folder / f"{number % num_files}"
-
-    def write() -> None:
-        buffer = mmap.mmap(-1, FILE_BYTES)
-        buffer[:] = random.randbytes(FILE_BYTES)
-        number = 0
-        while not stop.is_set():
-            crc32c(buffer)
-            temporary = folder / "new"
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-            os.pwrite(fd, buffer, 0)
-            os.close(fd)
-            temporary.rename(name(number))
-            number += 1
-            if number < 64:
-                continue
-            if number == 64:
-                written.set()
-                started.wait()
-            pace("out", max(1.0, rates.stored))
-
-    def read() -> None:
-        buffer = mmap.mmap(-1, FILE_BYTES)
-        started.wait()
-        while not stop.is_set():
-            fd = os.open(name(random.randrange(64)), os.O_RDONLY | os.O_DIRECT)
-            os.preadv(fd, [buffer], 0)
-            os.close(fd)
-            crc32c(buffer)
-            pace("in", max(1.0, rates.loaded))
-
-    threads = [threading.Thread(target=call) for call in (write, read)]
+    threads = [
+        threading.Thread(target=work, args=one)
+        for one in (("in", rates.loaded), ("out", rates.stored))
+        for _ in range(IO_THREADS)
+    ]
     for thread in threads:
         thread.start()
-    written.wait()
-    began = time.monotonic()
-    started.set()
     print("ready", flush=True)
     sys.stdin.read()
-    stop.set()
     seconds = time.monotonic() - began
-    did = Rates(done["in"] * CHUNK_BYTES / seconds, done["out"] * CHUNK_BYTES / seconds)
+    moved = {way: count * IO_BATCH * CHUNK_BYTES / seconds for way, count in done.items()}
+    stop.set()
     for thread in threads:
         thread.join()
-    print(msgspec.json.encode(did).decode(), flush=True)
+    directory.close()
+    print(msgspec.json.encode(Rates(moved["in"], moved["out"])).decode(), flush=True)
 
 
 class PeerProcess:
@@ -337,7 +342,7 @@ def main() -> None:
                 figures[name].append(one)
                 print(
                     f"{name}: median {one.median:.0f} us, p99 {one.p99:.0f} us, processor "
-                    f"{one.cpu:.0f} us; {moved}",
+                    f"{one.cpu:.0f} us, p99 {one.cpu_p99:.0f} us; {moved}",
                     flush=True,
                 )
     finally:
@@ -353,6 +358,9 @@ def main() -> None:
 
     def cpus(name: str) -> list[float]:
         return [one.cpu for one in figures[name]]
+
+    def cpu_tails(name: str) -> list[float]:
+        return [one.cpu_p99 for one in figures[name]]
 
     cases = [
         compare("noise_p99", tails("noise"), "its median", medians("noise"), None),
@@ -374,6 +382,13 @@ def main() -> None:
         compare("saturated_thread_p99", tails("saturated_thread"), "idle p99", tails("idle"), None),
         compare(
             "saturated_process_cpu", cpus("saturated_process"), "idle_cpu", cpus("idle"), 1 / 1.1
+        ),
+        compare(
+            "saturated_process_cpu_p99",
+            cpu_tails("saturated_process"),
+            "idle_cpu p99",
+            cpu_tails("idle"),
+            1 / 1.5,
         ),
         compare("saturated_thread_cpu", cpus("saturated_thread"), "idle_cpu", cpus("idle"), None),
         compare("same_io", medians("same_io"), "idle", medians("idle"), None),

@@ -109,6 +109,7 @@ class Engine:
         self._lookup = self._index.lookup
         self._verify = config.verify_host != "off"
         self._polled = False
+        self._growing = True  # some slots do not have memory yet
         self._closed = False
         self._now = clock()
         self._metrics_at = 0.0
@@ -364,7 +365,8 @@ class Engine:
             raise ClosedError("the engine is closed")
         self._polled = True
         self._now = self._clock()
-        self._grow()
+        if self._growing:
+            self._grow()
         if self._supervisor is not None:
             self._supervisor.poll(self._now, self.namespace)
 
@@ -387,6 +389,7 @@ class Engine:
         available = self.region.available_slots
         if available > self._index.capacity:
             self._index.grow(available)
+        self._growing = available < self.geometry.num_slots
 
     def _take(self, message: m.ToOwner) -> None:
         match message:

@@ -29,7 +29,7 @@ PATIENCE = 3
 HOLD_SECONDS = 10.0
 """How long chunks stay held for a request that does not come back for them."""
 
-HOLD_CHUNKS = 512
+HOLD_CHUNKS = 256
 """Chunks held in one step; for the rest, the next lookup of the request counts."""
 
 ANSWER_SECONDS = 0.05
@@ -122,6 +122,22 @@ class Loads:
         request.fresh.append(key)
         self.asking[request.context.request_id] = request
         return True
+
+    def asks_all(self, request: Request) -> bool:
+        """Whether ``ask_all`` is for this request: it waits for nothing yet, may ask a tier, and no
+        window says how many keys."""
+        return (
+            not self._has_windows
+            and request.wait_until is None
+            and any(self._tiers[i].readable for i in request.tiers)
+        )
+
+    def ask_all(self, keys: list[bytes], request: Request) -> None:
+        """Have the tiers asked for keys at the next flush."""
+        if keys:
+            request.status.update(dict.fromkeys(keys, ASKED))
+            request.fresh.extend(dict.fromkeys(keys))
+            self.asking[request.context.request_id] = request
 
     def _may_ask(self, key: bytes, request: Request) -> bool:
         for i in request.tiers:
@@ -329,9 +345,8 @@ class Loads:
         status = request.status
         in_time = request.wait_until is not None and now < request.wait_until
         self.progress(request, now)
-        for i in message.present:
-            if status.get(keys[i]) == ASKED:
-                status[keys[i]] = COMING
+        present = [keys[i] for i in message.present]
+        status.update(dict.fromkeys([k for k in present if status.get(k) == ASKED], COMING))
         record.present += len(message.present)
         if message.loaded:
             self._adopt(record, message, alive and in_time, now)

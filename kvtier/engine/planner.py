@@ -134,6 +134,8 @@ class Planner:
     ) -> Lookup:
         """Answer for the keys from `start` on, the first of which is not READY: that of the first
         one that will come, MISS if none will or all after it are there."""
+        if not request.status and self.loads.asks_all(request):
+            return self._first_look(keys, states, start, request, now)
         answer = Lookup.MISS
         status = request.status
         waits = request.wait_until is not None and now < request.wait_until
@@ -160,10 +162,37 @@ class Planner:
         if ready:
             self.hit(ready, request)
         if answer is not Lookup.MISS:
-            request.asked, request.states, request.answer = keys[:], states, (start, answer)
-            if not request.hits:
-                self.loads.settle(request, now)
+            self._note(keys, states, (start, answer), request, now)
         return answer
+
+    def _first_look(
+        self, keys: Sequence[bytes], states: bytes, start: int, request: Request, now: float
+    ) -> Lookup:
+        """``absent_batch`` for a request that nothing is known of: all that is absent is asked."""
+        rest = keys[start:] if start else keys
+        there = states[start:]
+        self.loads.ask_all(
+            [key for key, state in zip(rest, there, strict=True) if not state], request
+        )
+        if READY in there:
+            ready = [key for key, state in zip(rest, there, strict=True) if state == READY]
+            self.hit(ready, request)
+        self.loads.wait(request, now)
+        answer = Lookup.HIT_PENDING if there[0] == WRITING else Lookup.RETRY
+        self._note(keys, states, (start, answer), request, now)
+        return answer
+
+    def _note(
+        self,
+        keys: Sequence[bytes],
+        states: bytes,
+        answer: tuple[int, Lookup],
+        request: Request,
+        now: float,
+    ) -> None:
+        request.asked, request.states, request.answer = keys[:], states, answer
+        if not request.hits:
+            self.loads.settle(request, now)
 
     def same_again(self, states: bytes, request: Request, now: float) -> bool:
         """Whether the last answer holds for keys in these states, and nothing more can be held."""
@@ -223,7 +252,9 @@ class Planner:
         counted = request.counted
         before = len(counted)
         # First those that were not there: later they may be, promoted.
-        counted.update(request.status)
+        if len(request.status) != request.counted_absent:
+            request.counted_absent = len(request.status)
+            counted.update(request.status)
         misses = len(counted) - before
         counted.update(request.hits)
         hits = len(counted) - before - misses

@@ -20,6 +20,7 @@ class Request:
         "asked",
         "context",
         "counted",
+        "counted_absent",
         "ended",
         "finds",
         "fresh",
@@ -69,6 +70,8 @@ class Request:
         """Keys it loaded or stored, in first-use order."""
         self.counted: set[bytes] = set()
         """Keys whose hit or miss in host memory is in the metrics already."""
+        self.counted_absent = 0
+        """Size of `status` when it was counted last."""
         self.verified: set[bytes] = set()
         """Keys whose bytes in host memory have been compared with their checksum for it."""
         self.ended = False
@@ -95,6 +98,7 @@ class Request:
         """A reset: nothing of what it knows of chunks is true any more."""
         self.news()
         self.status.clear()
+        self.counted_absent = 0
         self.fresh.clear()
         self.hits.clear()
         self.finds.clear()
