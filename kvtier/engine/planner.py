@@ -196,12 +196,12 @@ class Planner:
 
     def same_again(self, states: bytes, request: Request, now: float) -> bool:
         """Whether the last answer holds for keys in these states, and nothing more can be held."""
-        return (
-            states == request.states
-            and request.wait_until is not None
-            and now < request.wait_until
-            and not self.loads.could_hold(request)
-        )
+        if states != request.states or request.wait_until is None or now >= request.wait_until:
+            return False
+        if request.answer_until:
+            self.loads.settle(request, now)  # all is held already
+            return True
+        return not self.loads.could_hold(request)
 
     def verify(self, key: bytes, request: Request, now: float) -> Lookup:
         """Answer for a READY key that has to be compared with its checksum first."""

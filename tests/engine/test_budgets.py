@@ -208,6 +208,10 @@ def test_without_news_a_waiting_prompt_is_not_walked(monkeypatch: pytest.MonkeyP
             one.after(0.01)
             assert one.engine.lookup_batch(keys(1, 2, 3, 4), context) == (2, Lookup.RETRY)
         assert len(walked) == 1
+        # After a while their states are looked at, and nothing more where they are the same.
+        one.after(loads.ANSWER_SECONDS)
+        assert one.engine.lookup_batch(keys(1, 2, 3, 4), context) == (2, Lookup.RETRY)
+        assert len(walked) == 1
         # Other keys are another question.
         assert one.engine.lookup_batch(keys(1, 2, 3), context) == (2, Lookup.RETRY)
         assert len(walked) == 2

@@ -91,11 +91,12 @@ def regions_of(pid: int) -> set[str]:
 
 
 def is_running(pid: int) -> bool:
+    """Whether a thread of it is alive: while one is, its files are still open and locked."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/task").exists()  # one has just ended: ask again
+    return any(stat.rsplit(")", 1)[1].split()[0] not in ("Z", "X") for stat in stats)
 
 
 @pytest.fixture
