@@ -251,6 +251,9 @@ def test_real_engine_with_damage_fails(kind: str, tmp_path: Path) -> None:
         "--allow-tmpfs",
         f"--inject={kind}",
     ]
+    if kind == "flip-file":
+        # Files are damaged once a second: the run has to last for several, and come back to them.
+        arguments.append("--prefill-speedup=0.2")
     done = run_bench(*arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     (run,) = read(tmp_path).runs

@@ -235,4 +235,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Whoever started the tests may ignore it (nohup), and that is inherited.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     main()
