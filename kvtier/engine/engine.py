@@ -27,7 +27,7 @@ from kvtier.engine.outlets import EngineStats, Outlets
 from kvtier.engine.planner import Planner
 from kvtier.engine.state import tier_states
 from kvtier.engine.supervisor import Supervisor, make_carrier
-from kvtier.errors import ClosedError, InternalError, TierLostError
+from kvtier.errors import ClosedError, TierLostError
 from kvtier.host.cache import HostCache
 from kvtier.host.region import Region, sweep
 from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch, with_epoch
@@ -450,22 +450,7 @@ class Engine:
         """Walk all invariants of section 11 that one process can see; InternalError otherwise."""
         self._index.check()
         self.cache.usage()
-        planner, loads = self._planner, self._planner.loads
-        held = sum(len(request.held) for request in planner.requests.values())
-        if held != loads.held:
-            raise InternalError(f"{held} chunks are held, {loads.held} counted")
-        lent = sum(len(find.lent) for find in loads.finds.values() if not find.stale)
-        if lent != loads.lent or lent != self._index.num_lent:
-            raise InternalError(
-                f"{lent} slots are lent, {loads.lent} counted, {self._index.num_lent} indexed"
-            )
-        cascades = planner.stores.cascades.values()
-        for i, tier in enumerate(self._tiers):
-            inflight = sum(cascade.length_bytes for cascade in cascades if i in cascade.tiers)
-            if inflight != tier.inflight_bytes:
-                raise InternalError(
-                    f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
-                )
+        self._planner.check()
 
 
 def open_engine(

@@ -415,6 +415,25 @@ class Planner:
         ]
         return slots[written], generations[written]
 
+    def check(self) -> None:
+        """Compare the accounts with what they are of; InternalError where they differ."""
+        loads = self.loads
+        held = sum(len(request.held) for request in self.requests.values())
+        if held != loads.held:
+            raise InternalError(f"{held} chunks are held, {loads.held} counted")
+        lent = sum(len(find.lent) for find in loads.finds.values() if not find.stale)
+        if lent != loads.lent or lent != self._index.num_lent:
+            raise InternalError(
+                f"{lent} slots are lent, {loads.lent} counted, {self._index.num_lent} indexed"
+            )
+        cascades = self.stores.cascades.values()
+        for i, tier in enumerate(self._tiers):
+            inflight = sum(cascade.length_bytes for cascade in cascades if i in cascade.tiers)
+            if inflight != tier.inflight_bytes:
+                raise InternalError(
+                    f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
+                )
+
 
 def _in_order(used: dict[bytes, None], positions: dict[bytes, int]) -> list[bytes]:
     """The keys by position, where all are known; else in the order of their first use."""
