@@ -146,7 +146,6 @@ class ProcessCarrier(Carrier):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             region_fd = os.dup(self._region_fd)
             passed.callback(os.close, region_fd)
-            self._child_region_fd = region_fd
             # The child runs this file's package wherever it was imported from.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvtier.runtime.child", str(theirs.fileno())],
@@ -165,9 +164,8 @@ class ProcessCarrier(Carrier):
         self._readable.register(ours, select.POLLIN)
         self._reader = FrameReader()
         self._pending = bytearray()
-        setup = Setup(
-            self._config, self._namespace, self._child_region_fd, sys.path, self._log_level
-        )
+        # The number that the child knows it by; here it is closed.
+        setup = Setup(self._config, self._namespace, region_fd, sys.path, self._log_level)
         self._queue(msgspec.msgpack.encode(setup, enc_hook=str))
         self._flush()
         self._watch()

@@ -127,6 +127,25 @@ class Rig:
         self.engine.end_step()
         return ready
 
+    def serve_queued(self, waiting: list[tuple[list[bytes], RequestContext]]) -> int:
+        """Steps over a queue of requests until each has had its final answer, and loaded what that
+        said it could; how many chunks they loaded."""
+        used = 0
+        while waiting:
+            left = []
+            for prefix, context in waiting:
+                ready, answer = self.engine.lookup_batch(prefix, context)
+                if answer is not Lookup.MISS:
+                    left.append((prefix, context))
+                    continue
+                self.check(prefix[:ready], context)
+                used += ready
+                self.engine.finish_request(context)
+            self.engine.end_step()
+            waiting = left
+            time.sleep(0.001)
+        return used
+
     def check(self, names: Sequence[bytes], context: RequestContext) -> None:
         slots, generations = self.engine.pin(list(names), context)
         try:

@@ -316,20 +316,7 @@ def test_no_promotion_thrash() -> None:
         one.engine.reset()
         one.settle()
         waiting = [(prefix, one.context()) for prefix in prefixes]
-        used = 0
-        while waiting:
-            left = []
-            for prefix, context in waiting:
-                ready, answer = one.engine.lookup_batch(prefix, context)
-                if answer is not Lookup.MISS:
-                    left.append((prefix, context))
-                    continue
-                one.check(prefix[:ready], context)
-                used += ready
-                one.engine.finish_request(context)
-            one.engine.end_step()
-            waiting = left
-            time.sleep(0.001)
+        used = one.serve_queued(waiting)
         promoted = one.value("kvtier_lookup_chunks_total", "tier", "hit")
         assert used == 400
         assert promoted / used <= 1.05
@@ -605,18 +592,7 @@ def test_requests_in_the_line_do_not_hold_what_its_first_one_needs() -> None:
         one.settle()
         waiting = [(prefix, one.context()) for prefix in prefixes]
         started = time.monotonic()
-        while waiting:
-            left = []
-            for prefix, context in waiting:
-                ready, answer = one.engine.lookup_batch(prefix, context)
-                if answer is not Lookup.MISS:
-                    left.append((prefix, context))
-                    continue
-                one.check(prefix[:ready], context)
-                one.engine.finish_request(context)
-            one.engine.end_step()
-            waiting = left
-            time.sleep(0.001)
+        one.serve_queued(waiting)
         # A third of the load timeout is how long the first in the line would be patient.
         assert time.monotonic() - started < 5
         one.settle()
