@@ -37,7 +37,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
 
-        peer = VllmFs(sys.argv[2], Arena(len(keys), 4096).rows, 16)
+        peer = VllmFs(sys.argv[2], len(keys), 4096, 16)
         peer.store(keys, BATCH)
         peer.close()
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own file tier, driven as its scheduler drives it: the peer of ``benchmarks.fs``.
 
-Imports vLLM when it is asked for. Owns the peer's threads until ``close``.
+Imports vLLM when it is asked for. Owns the peer's threads and its host memory until ``close``.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,20 +16,23 @@ import numpy as np
 
 
 class VllmFs:
-    """vLLM's FileSystemTierManager over a (chunks, bytes) array.
+    """vLLM's FileSystemTierManager over vLLM's own shared region; `rows` has a chunk a row.
 
     Parameters
     ----------
     root : str
-    chunks : numpy.ndarray
-        uint8, one chunk a row.
+    count : int
+        Chunks of host memory.
+    size : int
+        Bytes of one.
     threads : int, optional
         Read threads, and as many write threads (all of them do either); its default if None.
     """
 
-    def __init__(self, root: str, chunks: np.ndarray[Any, Any], threads: int | None = None) -> None:
+    def __init__(self, root: str, count: int, size: int, threads: int | None = None) -> None:
         # lazy: the benchmark runs without vLLM when no peer is asked for
         from vllm.v1.kv_offload import base, config
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion  # lazy: too
         from vllm.v1.kv_offload.tiering import base as tiering
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager  # lazy: as above
 
@@ -41,7 +46,7 @@ class VllmFs:
         spec = Spec(
             config.OffloadingConfig(
                 groups=(config.OffloadingGroupConfig(16, ("layer",), 0),),
-                worker_kv_bytes_per_block=chunks.shape[1],
+                worker_kv_bytes_per_block=size,
                 enable_kv_cache_events=False,
                 extra_config={},
                 engine_id="benchmark",
@@ -52,13 +57,17 @@ class VllmFs:
                 ),
             )
         )
+        # Without a rank it has all of its memory from the start.
+        name = f"benchmark-{os.getpid()}-{time.monotonic_ns()}"
+        self._region = SharedOffloadRegion(name, count, None, size, size)
+        self.rows = np.frombuffer(self._region.mmap_obj, dtype=np.uint8).reshape(count, size)
         self._job = tiering.TransferJob
         self._request = base.ReqContext
         self._hit = base.LookupResult.HIT
         self._retry = base.LookupResult.RETRY
         self._tier = FileSystemTierManager(
             spec,
-            memoryview(chunks),
+            memoryview(self.rows),
             "fs",
             root,
             **({} if threads is None else {"n_read_threads": threads, "n_write_threads": threads}),
@@ -105,5 +114,8 @@ class VllmFs:
             time.sleep(0.0002)
 
     def close(self) -> None:
-        """End its threads."""
+        """End its threads and give its memory back."""
         self._tier.shutdown()
+        del self._tier, self.rows
+        gc.collect()  # its threads' closures hold views of the memory
+        self._region.cleanup()

@@ -17,7 +17,7 @@ import weakref
 
 from kvtier._core.words import Words
 from kvtier.errors import ClosedError
-from kvtier.host import files
+from kvtier.host import files, huge
 from kvtier.host.header import LINE_BYTES, MAX_RANKS, RankLine, read_meta
 from kvtier.host.populate import Populator
 from kvtier.types import PAGE_BYTES
@@ -26,8 +26,6 @@ CREATOR_BYTE = MAX_RANKS
 """Locked by the creator for its life; byte `rank` is locked by the signer of that rank."""
 TAKEOVER_BYTE = MAX_RANKS + 1
 """Locked while the name of a region whose creator is dead is taken away."""
-
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def _unmap(address: int, size: int, pid: int) -> None:
@@ -43,10 +41,7 @@ def _map(fd: int, size: int) -> tuple[int, memoryview]:
     that would keep the lock of a dead parent.
     """
     libc = files.libc()
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {size} bytes: {os.strerror(code)}")
+    address = huge.map_shared(fd, 0, size)
     if libc.madvise(address, size, mmap.MADV_DONTFORK):
         code = ctypes.get_errno()
         libc.munmap(address, size)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvtier.errors import ConfigError
+from kvtier.host import huge
 
 STEP_BYTES = 1 << 30
 """Memory reserved at once: about 0.2 s of a system call."""
@@ -105,6 +106,8 @@ def check_space(directory: str, wanted_bytes: int, system: SystemFiles) -> None:
 
 
 def reserve(fd: int, offset: int, length: int) -> None:
-    """Put memory behind a range of the file; existing bytes stay. OSError if there is none."""
+    """Put memory behind a range of the file, in huge pages where the kernel gives them; existing
+    bytes stay. OSError if there is none."""
     if length > 0:
+        huge.fill(fd, offset, length)
         os.posix_fallocate(fd, offset, length)
