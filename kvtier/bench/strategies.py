@@ -54,7 +54,10 @@ class KVTierOpener:
             "lookup_timeout_seconds": self._lookup_timeout_seconds,
         }
         if strategy == "host+fs":
-            config["tiers"] = [{"type": "fs", "name": "fs", "root_dir": str(tier_directory)}]
+            # A directory of its own: what was never stored there is known to be absent.
+            config["tiers"] = [
+                {"type": "fs", "name": "fs", "root_dir": str(tier_directory), "private": True}
+            ]
         return config
 
     def __call__(

@@ -115,7 +115,10 @@ class Loads:
 
     def ask(self, key: bytes, request: Request) -> bool:
         """Have the tiers asked for a key at the next flush; False if there is none to ask."""
-        if not self._may_ask(key, request):
+        if not self._first_absent([key], request):
+            self._known_absent([key], request)
+            return False
+        if not self._in_window(key, request):
             request.status[key] = GONE
             return False
         request.status[key] = ASKED
@@ -132,19 +135,40 @@ class Loads:
             and any(self._tiers[i].readable for i in request.tiers)
         )
 
-    def ask_all(self, keys: list[bytes], request: Request) -> None:
-        """Have the tiers asked for keys at the next flush."""
+    def ask_all(self, keys: list[bytes], request: Request) -> int:
+        """Have the tiers asked for keys at the next flush, up to the first that none can have: how
+        many those are. All behind that one are not to be had."""
+        asked = self._first_absent(keys, request)
+        if asked < len(keys):
+            self._known_absent(keys[asked:], request)
+            keys = keys[:asked]
         if keys:
             request.status.update(dict.fromkeys(keys, ASKED))
             request.fresh.extend(dict.fromkeys(keys))
             self.asking[request.context.request_id] = request
+        return asked
 
-    def _may_ask(self, key: bytes, request: Request) -> bool:
+    def _first_absent(self, keys: list[bytes], request: Request) -> int:
+        """Position of the first key that no tier may hold."""
+        tiers = [self._tiers[i] for i in request.tiers if self._tiers[i].readable]
+        before, at = -1, 0
+        while before < at < len(keys):
+            before = at
+            for tier in tiers:
+                at = tier.contents.first_absent(keys, at)
+        return at
+
+    def _known_absent(self, keys: list[bytes], request: Request) -> None:
+        """No tier has these, which was known without asking."""
+        request.status.update(dict.fromkeys(keys, GONE))
         for i in request.tiers:
             if self._tiers[i].readable:
-                break
-        else:
-            return False
+                self._state.recorder.add(
+                    "kvtier_lookup_chunks_total", len(keys), (self._tiers[i].name, "miss")
+                )
+
+    def _in_window(self, key: bytes, request: Request) -> bool:
+        """Whether a windowed group's key is among those that may be asked in this step."""
         if not self._has_windows:
             return True
         group = key_group(key)

@@ -135,7 +135,10 @@ class Planner:
         """Answer for the keys from `start` on, the first of which is not READY: that of the first
         one that will come, MISS if none will or all after it are there."""
         if not request.status and self.loads.asks_all(request):
-            return self._first_look(keys, states, start, request, now)
+            rest = keys[start:] if start else keys
+            absent = [key for key, state in zip(rest, states[start:], strict=True) if not state]
+            if self.loads.ask_all(absent, request) == len(absent):
+                return self._first_look(keys, states, start, request, now)
         answer = Lookup.MISS
         status = request.status
         waits = request.wait_until is not None and now < request.wait_until
@@ -168,12 +171,9 @@ class Planner:
     def _first_look(
         self, keys: Sequence[bytes], states: bytes, start: int, request: Request, now: float
     ) -> Lookup:
-        """``absent_batch`` for a request that nothing is known of: all that is absent is asked."""
+        """``absent_batch`` for a request that nothing was known of: all its keys are asked."""
         rest = keys[start:] if start else keys
         there = states[start:]
-        self.loads.ask_all(
-            [key for key, state in zip(rest, there, strict=True) if not state], request
-        )
         if READY in there:
             ready = [key for key, state in zip(rest, there, strict=True) if state == READY]
             self.hit(ready, request)
@@ -279,12 +279,17 @@ class Planner:
                     self.loads.progress(request, now)
                 if dropped:
                     self.state.emit("removed", dropped, "host", None)
+            case m.Contents():
+                contents = self._tiers[message.tier].contents
+                contents.take(message, self.stores.under_way(message.tier))
             case m.Returned():
                 self.loads.returned(message)
             case m.Health():
                 self._health(message.tier, message.readable, message.writable, message.cause)
             case m.Ready():
                 self._service_up = True
+                for tier in self._tiers:
+                    tier.contents.forget()
                 for i, cause in enumerate(message.causes):
                     self._health(i, not cause, not cause, cause)
             case m.ResetDone():
@@ -369,6 +374,7 @@ class Planner:
         self.verifier.forget()
         for tier in self._tiers:
             tier.readable = tier.writable = False
+            tier.contents.forget()
             self._recorder.set("kvtier_tier_up", 0.0, (tier.name,))
         # What it was told, its successor knows from the start.
         self.reset_pending = self._unsent_reset is not None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from kvtier._core.index import Index
 from kvtier._core.slots import SlotTable
 from kvtier.config import Config, TierConfig
+from kvtier.engine.contents import Contents
 from kvtier.engine.requests import Request
 from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder, Registry
@@ -32,6 +33,7 @@ class TierState:
         "bound_bytes",
         "cause",
         "config",
+        "contents",
         "inflight_bytes",
         "locality",
         "medium",
@@ -50,6 +52,7 @@ class TierState:
         self.medium = medium
         self.locality = locality
         self.cause = ""
+        self.contents = Contents()
         self.readable = False
         self.writable = False
         self.inflight_bytes = 0

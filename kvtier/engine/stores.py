@@ -9,7 +9,7 @@ it has not answered yet.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -313,6 +313,8 @@ class Stores:
             now,
         )
         self.cascades[record.job] = record
+        for i in tiers:
+            self._tiers[i].contents.add(pinned)
         timeout = max((self._tiers[i].config.store_seconds for i in tiers), default=30.0)
         self._state.out.append(
             m.Cascade(
@@ -325,6 +327,10 @@ class Stores:
                 now + timeout,
             )
         )
+
+    def under_way(self, tier: int) -> Iterator[list[bytes]]:
+        """Chunks that were sent to a tier which has not answered yet."""
+        return (record.keys for record in self.cascades.values() if tier in record.tiers)
 
     # --- from the service ---
 

@@ -18,7 +18,9 @@ from typing import Any, Generic, TypeVar
 from kvtier.config import Config, TierConfig
 from kvtier.errors import ClosedError, ConfigError, TierLostError
 from kvtier.obs.metrics import Recorder
+from kvtier.runtime import messages as m
 from kvtier.runtime.breaker import Breaker
+from kvtier.runtime.lister import Lister
 from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Slot, Tier, TierContext
 from kvtier.types import Outcome, Presence
@@ -56,6 +58,8 @@ class Lane:
     recorder : Recorder
     on_health : callable
         ``on_health(index, readable, writable, cause)`` when calls start or stop making sense.
+    on_contents : callable
+        Takes what the tier may hold, if it tells.
     clock : callable
     """
 
@@ -67,6 +71,7 @@ class Lane:
         config: Config,
         recorder: Recorder,
         on_health: Callable[[int, bool, bool, str], None],
+        on_contents: Callable[[m.Contents], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -76,6 +81,7 @@ class Lane:
         self._on_health = on_health
         self._clock = clock
         self._tasks = TaskSet(f"kvtier-{tier.name}")
+        self._lister = Lister(index, tier, self._tasks, on_contents)
         self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._loads = 0
@@ -99,6 +105,7 @@ class Lane:
         call = await self._call(self.tier.open(), deadline)
         if call.error is None and not call.late:
             self._is_open = True
+            self._lister.start()
             return ""
         if isinstance(call.error, ConfigError):
             # At the first start this ends the service; after a reset the operator may mend it.
@@ -129,6 +136,7 @@ class Lane:
                 log.warning("tier %s is still down: %s", self.tier.name, cause)
                 continue
             self._is_open = True
+            self._lister.start()
             log.info("tier %s is up", self.tier.name)
             self._tell()
             return
@@ -248,6 +256,7 @@ class Lane:
                 except BaseException:
                     self._write.inconclusive()
                     raise
+            self._lister.stored(len(batch))
             started = self._clock()
             call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
             outcomes += self._outcomes(call, batch, self._write, "store", started, stop)

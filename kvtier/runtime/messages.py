@@ -135,6 +135,18 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """This was the last tier: all pins of the job are back or belong to a hung call."""
 
 
+class Contents(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A part of the filter over all keys that a tier of this instance alone may hold."""
+
+    tier: int
+    room: int
+    """Of the filter (``KeyFilter``)."""
+    offset: int
+    """The first part, at 0, starts a filter anew."""
+    bits: Bytes
+    final: bool
+
+
 class Returned(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Slots of an ended ``Find`` that a hung call had kept."""
 
@@ -192,6 +204,7 @@ ToOwner = (
     | Found
     | Verified
     | Stored
+    | Contents
     | Returned
     | Health
     | Samples
@@ -210,6 +223,8 @@ def work_of(message: ToOwner) -> int:
             return 6 + len(message.loaded) + (told + len(message.unused)) // 8
         case Stored():
             return 6 + len(message.outcomes) // 8
+        case Contents():
+            return 6 + len(message.bits) // 10_000
         case Samples() | Events():
             return 6 + len(message.data) // 100
         case _:

@@ -243,6 +243,7 @@ class TierService:
                     self._config,
                     self._recorder,
                     self._health,
+                    self._post,
                     self._clock,
                 )
             )

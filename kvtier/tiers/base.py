@@ -113,8 +113,6 @@ class Tier(abc.ABC):
     """"LOCAL" or "REMOTE"."""
     options_type: ClassVar[OptionsType]
     """Frozen struct with the tier's own configuration keys."""
-    private: ClassVar[bool] = False
-    """Only this instance writes here, so that absence can be known without asking."""
 
     def __init__(self, name: str, options: Any, env: TierEnv) -> None:
         self.name = name
@@ -155,6 +153,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     async def aclose(self, deadline: float) -> None:
         """Drain until `deadline`, then abort. Idempotent. Nothing of the tier is left after it."""
+
+    async def contents(self) -> Sequence[bytes] | None:
+        """Every key that may be found here, once that is known, if only this instance writes here:
+        then a key that was never stored is not asked for. None: others may write here too."""
+        return None
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Chunks proven corrupt: quarantine or remove them, so that they are not found again."""

@@ -39,7 +39,6 @@ class ExampleTier(Tier):
     type: ClassVar[str] = "example"
     medium: ClassVar[str] = "CPU"
     options_type: ClassVar[OptionsType] = ExampleOptions
-    private: ClassVar[bool] = True
 
     def __init__(self, name: str, options: ExampleOptions, env: TierEnv) -> None:
         super().__init__(name, options, env)
@@ -101,6 +100,9 @@ class ExampleTier(Tier):
             self._chunks.move_to_end(item.key)
             outcomes.append(Outcome.DONE)
         return outcomes
+
+    async def contents(self) -> list[bytes]:
+        return list(self._chunks)
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

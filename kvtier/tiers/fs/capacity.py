@@ -58,6 +58,12 @@ class Usage:
         with self._lock:
             return len(self._files)
 
+    def keys(self) -> list[bytes]:
+        """Keys of the files of this instance's own namespace."""
+        with self._lock:
+            files = list(self._files)
+        return [file for file in files if isinstance(file, bytes)]
+
     def present(self, keys: Sequence[FileId]) -> list[bool]:
         """Which files are known."""
         with self._lock:

@@ -186,6 +186,13 @@ class FsTier(Tier):
         """Wait for the first walk over the directory: usage and absence are known then."""
         await self._walked.wait()
 
+    async def contents(self) -> list[bytes] | None:
+        """Keys of a private directory, once the first walk has seen all of it."""
+        if not self.options.private:
+            return None
+        await self._walked.wait()
+        return self.usage.keys()
+
     def _ready(self) -> fileio.Directory:
         if self._state != "open" or self._files is None:
             raise ClosedError(f"the tier {self.name} is not open")
