@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-FileId = bytes | str
+Key = bytes
+FileId = Key | str
 UNIT_BYTES = 4096
 _SLICE = 512
 """Files handled under one hold of the lock."""
@@ -58,11 +59,11 @@ class Usage:
         with self._lock:
             return len(self._files)
 
-    def keys(self) -> list[bytes]:
+    def keys(self) -> list[Key]:
         """Keys of the files of this instance's own namespace."""
         with self._lock:
             files = list(self._files)
-        return [file for file in files if isinstance(file, bytes)]
+        return [file for file in files if isinstance(file, Key)]
 
     def present(self, keys: Sequence[FileId]) -> list[bool]:
         """Which files are known."""
