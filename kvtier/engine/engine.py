@@ -233,7 +233,8 @@ class Engine:
     def lookup_batch(self, keys: Sequence[bytes], context: RequestContext) -> tuple[int, Lookup]:
         """Length of the prefix of `keys` that can be loaded now, and the answer for what follows.
 
-        Keys beyond the first miss are not asked for. MISS also when all are ready.
+        Keys beyond the first miss are not asked for. MISS also when all are ready. While more is to
+        come (any other answer) the length is that of the last look, which may be 50 ms old.
         """
         if not self._polled:
             self.poll()

@@ -105,7 +105,6 @@ class Lane:
         call = await self._call(self.tier.open(), deadline)
         if call.error is None and not call.late:
             self._is_open = True
-            self._lister.start()
             return ""
         if isinstance(call.error, ConfigError):
             # At the first start this ends the service; after a reset the operator may mend it.
@@ -136,9 +135,9 @@ class Lane:
                 log.warning("tier %s is still down: %s", self.tier.name, cause)
                 continue
             self._is_open = True
-            self._lister.start()
             log.info("tier %s is up", self.tier.name)
             self._tell()
+            self._lister.start()
             return
 
     async def aclose(self, deadline: float) -> None:
@@ -174,6 +173,11 @@ class Lane:
     def tasks(self) -> int:
         """Tasks alive, for leak checks."""
         return len(self._tasks)
+
+    def list(self) -> None:
+        """Tell what the tier may hold; after its `open`, when the owner has been told of that."""
+        if self._is_open:
+            self._lister.start()
 
     # --- calls ---
 

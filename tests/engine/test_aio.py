@@ -320,10 +320,12 @@ def test_closing_with_calls_under_way(
     """What waits for tiers ends with ClosedError, what copies ends first; nothing is left."""
 
     async def main() -> None:
-        tiers = [{"type": "example", "delay_seconds": 2.0}]
+        tiers = [{"type": "example", "delay_seconds": 1.0}]
         settings = config(4, tiers=tiers, isolation=isolation, lookup_timeout_seconds=10.0)
         async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
-            await cache.store(chunks(1, 2))
+            await cache.store(chunks(50, 51, 60))
+            assert await cache.flush()
+            await cache.store(chunks(1, 2, 3, 4))  # now only the tier has the first three
             slow = Slow(monkeypatch)
             waiting = [
                 asyncio.ensure_future(cache.load(keys(50, 51))),
