@@ -174,7 +174,7 @@ class Lane:
         """Tasks alive, for leak checks."""
         return len(self._tasks)
 
-    def list(self) -> None:
+    def tell_contents(self) -> None:
         """Tell what the tier may hold; after its `open`, when the owner has been told of that."""
         if self._is_open:
             self._lister.start()
