@@ -214,7 +214,7 @@ class PlainArc:
     ],
 )
 def test_prefix_hits_of_a_real_trace(capacity: int, policy: str, published: float) -> None:
-    """The index has exactly the hits of a plain simulation, and the published ratio to three digits.
+    """The index has the hits of a plain simulation, and the published ratio to three digits.
 
     Order of accesses. LRU: a request looks its prefix up, touches what it hits, suffix first, and
     stores what is absent, in prefix order. ARC: it looks its prefix up, stores what is absent, and
