@@ -334,6 +334,11 @@ class Engine:
         """The copies out of these slots have ended."""
         self._index.unpin(slots, generations)
 
+    def touch(self, keys: Sequence[bytes], context: RequestContext) -> None:
+        """The request uses these chunks, though it neither loads nor stores them: the accelerator
+        has them. They count as used when it finishes."""
+        self._planner.request(context).use(keys)
+
     def finish_request(self, context: RequestContext) -> None:
         """The request has ended: its chunks are touched, prefix first; what it waited for is
         let go."""
