@@ -91,6 +91,8 @@ class TierConfig(msgspec.Struct, frozen=True):
     """KV cache groups that the tier holds; None is all."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
     """What requests' tier filters and events call it; the tier's own value if None."""
+    enable_kv_events: bool = False
+    """Whether vLLM's own event stream tells of this tier. kvtier's stream always does."""
     options: dict[str, Any] = {}
     """The tier's own keys, undecoded."""
 
@@ -248,9 +250,9 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
     ------
     ConfigError
     """
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = _from_file(extra)
     for key, value in extra.items():
-        if key in VLLM_KEYS:
+        if key in VLLM_KEYS or key == "kvtier_config":
             continue
         if key == "cache_policy_module_path":
             raise ConfigError(f"{key}: kvtier has policies of its own; set policy to lru or arc")
@@ -283,6 +285,19 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
             if (typed in extra or missing) and text.startswith((f"{name}:", f"{name}[")):
                 text = typed + text.removeprefix(name)
         raise ConfigError(f"kv_connector_extra_config: {text}") from exc
+
+
+def _from_file(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What the YAML file of ``kvtier_config`` says; it and the JSON may not say the same twice."""
+    path = extra.get("kvtier_config")
+    if path is None:
+        return {}
+    if not isinstance(path, str):
+        raise ConfigError(f"kv_connector_extra_config: kvtier_config: is a file, got {path!r:.80}")
+    data = load_yaml(Path(path))
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: the configuration is a mapping of keys to values")
+    return dict(data)
 
 
 def _fs_names(tier: object, path: str) -> object:

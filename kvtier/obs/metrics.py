@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -151,6 +151,7 @@ class Registry:
         self._counters: dict[str, dict[Labels, float]] = {}
         self._gauges: dict[str, dict[Labels, tuple[str, float]]] = {}
         self._histograms: dict[str, dict[Labels, _Buckets]] = {}
+        self._listener: Callable[[Sequence[Sample]], None] | None = None
         self._collectors = CollectorRegistry(auto_describe=False)
         self._collectors.register(_Collector(self))
         for definition in definitions:
@@ -172,6 +173,10 @@ class Registry:
                 known = self._definitions.setdefault(definition.name, definition)
                 if known != definition:
                     raise InternalError(f"metric {definition.name} is declared twice, differently")
+
+    def listen(self, listener: Callable[[Sequence[Sample]], None]) -> None:
+        """Have `listener` called with all samples from now on, on the thread that applies them."""
+        self._listener = listener
 
     def apply(self, samples: Iterable[Sample], source: str = "owner") -> None:
         """Add samples. All of them, or none if one does not fit.
@@ -200,6 +205,8 @@ class Registry:
                     if labels not in histograms:
                         histograms[labels] = _Buckets(definition.buckets)
                     histograms[labels].add(value, sample.buckets or ())
+        if self._listener is not None:
+            self._listener([sample for _, sample in checked])
 
     def forget(self, source: str) -> None:
         """Drop the gauges that `source` has set; call it when its process has ended."""

@@ -16,27 +16,32 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvtier.config import VLLM_KEYS, VLLM_NAMES, Config, parse_extra_config
+from kvtier.config import Config, parse_extra_config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
 from kvtier.namespace import merged
+from kvtier.tiers.registry import check_options
 from kvtier.types import make_geometry
+from kvtier.vllm import check_version
 from kvtier.vllm.identity import namespace_fields
 from kvtier.vllm.manager import KVTierManager
+from kvtier.vllm.outlets import definitions, metadata
 from kvtier.vllm.pages import build_pages
 from kvtier.vllm.worker import TransferWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        OffloadingManager,
+        OffloadingMetricMetadata,
+        OffloadingWorker,
+    )
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 logger = logging.getLogger("vllm.kvtier.spec")
 
 START_SECONDS = 30.0
-
-READ_KEYS = frozenset({"capacity_bytes", "policy", "directory", "model_fingerprint", "namespace"})
-"""Keys of kvtier's that have an effect in this process."""
 
 
 def region_name(engine_id: str) -> str:
@@ -45,30 +50,17 @@ def region_name(engine_id: str) -> str:
 
 
 def spec_config(extra: Mapping[str, Any]) -> Config:
-    """Configuration from ``kv_connector_extra_config``; nothing in it goes unread.
+    """Configuration from ``kv_connector_extra_config``, the tiers' own options included.
 
     Raises
     ------
     ConfigError
-        If it does not fit, or asks for something that kvtier cannot do inside vLLM yet.
+        If it does not fit.
     """
     config = parse_extra_config(extra)
-    if config.tiers:
-        raise ConfigError(
-            "kv_connector_extra_config: secondary_tiers: are not available inside vLLM yet, "
-            "host memory is; leave them out"
-        )
-    plain = parse_extra_config({"capacity_bytes": config.capacity_bytes})
-    for key in extra:
-        name = VLLM_NAMES.get(key, key)
-        if name in READ_KEYS or name in VLLM_KEYS:
-            continue
-        # `backpressure` belongs to the tiers and is no key of Config.
-        known = name in Config.__struct_fields__
-        if not known or getattr(config, name) != getattr(plain, name):
-            raise ConfigError(
-                f"kv_connector_extra_config: {key}: has no effect inside vLLM yet; leave it out"
-            )
+    typed = "secondary_tiers" if "secondary_tiers" in extra else "tiers"
+    for position, tier in enumerate(config.tiers):
+        check_options(tier, f"kv_connector_extra_config: {typed}[{position}]")
     return config
 
 
@@ -92,7 +84,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     ----------
     config : OffloadingConfig
         ``extra_config`` holds ``cpu_bytes_to_use``, the host memory of this engine, all ranks
-        together, and the keys of ``READ_KEYS``.
+        together, and the other keys of the configuration.
 
     Raises
     ------
@@ -100,7 +92,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
         As ``spec_config`` does, before anything is made; in the workers and in the scheduler.
     """
 
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """kvtier's metrics, those of the configured tiers included, for vLLM's endpoint."""
+        return {one.name: metadata(one) for one in definitions(spec_config(extra_config))}
+
     def __init__(self, config: OffloadingConfig) -> None:
+        check_version()
         super().__init__(config)
         self.settings = spec_config(config.extra_config)
         self.region_name = region_name(config.engine_id)
@@ -163,7 +163,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         region = Region.attach(
             self.region_name, directory=self.settings.directory, timeout_seconds=START_SECONDS
         )
-        manager = KVTierManager(region, self.settings.policy)
+        manager = KVTierManager(
+            region, self.settings, events=self.kv_events_config.enable_kv_cache_events
+        )
         logger.info(
             "kvtier: manager attached to region %s: %d slots, namespace %s",
             self.region_name,

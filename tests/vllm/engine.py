@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -202,18 +203,41 @@ class Host:
         """Counters of the manager; only where the engine core runs in this process."""
         core = self.llm.llm_engine.engine_core.engine_core
         manager = core.scheduler.connector.connector_scheduler.manager
+        index = manager.engine.cache.index
+        stats = manager.engine.stats()
         return {
+            "tier_hits": stats.tier_hits,
+            "stored_bytes": stats.stored_bytes,
+            "loaded_bytes": stats.loaded_bytes,
+            "idle": manager.engine.idle,
+            "requests": len(manager.engine._planner.requests),
             "committed": manager.committed_chunks,
             "failed": manager.failed_chunks,
             "evicted": manager.evicted_chunks,
             "in_flight": len(manager._writes) + len(manager._loads),
             "left": len(manager._left_writes) + len(manager._left_loads),
-            "ready": manager.index.num_ready,
-            "free": manager.index.num_free,
-            "writing": manager.index.num_writing,
-            "orphans": manager.index.num_orphans,
-            "capacity": manager.index.capacity,
+            "ready": index.num_ready,
+            "free": index.num_free,
+            "writing": index.num_writing,
+            "orphans": index.num_orphans,
+            "capacity": index.capacity,
         }
+
+    def settle(self, seconds: float = 30.0) -> dict[str, Any]:
+        """``manager`` when the tiers have ended what they were given and said so."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        engine = core.scheduler.connector.connector_scheduler.manager.engine
+        deadline = time.monotonic() + seconds
+        while not engine.idle:
+            assert time.monotonic() < deadline, "the tiers do not come to an end"
+            engine.end_step()
+            time.sleep(0.01)
+        engine.audit()
+        while engine.resources is None:
+            assert time.monotonic() < deadline, "the tier service does not answer"
+            engine.end_step()
+            time.sleep(0.01)
+        return self.manager()
 
     def stop(self) -> None:
         """Shut vLLM down as a program does that has finished with it."""

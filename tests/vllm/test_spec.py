@@ -75,13 +75,11 @@ def test_a_key_that_keeps_its_default_changes_nothing() -> None:
         ({"cpu_bytes_to_use": 1, "shm_directory": "/x"}, "did you mean 'directory'?"),
         ({"cpu_bytes_to_use": 1, "eviction_policy": "fifo"}, "eviction_policy: "),
         (
-            {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs", "root_dir": "/x"}]},
-            "secondary_tiers: are not available inside vLLM yet",
+            {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "fs", "root": "/x"}]},
+            "secondary_tiers[0].root: unknown key 'root'; did you mean 'root_dir'?",
         ),
-        ({"cpu_bytes_to_use": 1, "backpressure": "drop"}, "backpressure: has no effect inside"),
-        ({"cpu_bytes_to_use": 1, "isolation": "thread"}, "isolation: has no effect inside vLLM"),
-        ({"cpu_bytes_to_use": 1, "metrics": {"port": 9100}}, "metrics: has no effect inside vLLM"),
-        ({"cpu_bytes_to_use": 1, "verify_host": "always"}, "verify_host: has no effect"),
+        ({"cpu_bytes_to_use": 1, "isolation": "fork"}, "isolation: "),
+        ({"kvtier_config": "/no/such.yaml"}, "/no/such.yaml: there is no such file"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -105,7 +103,7 @@ def test_the_manager_gets_the_policy_and_the_directory(
         region.sign(0)
         spec = make_spec(cpu_bytes_to_use=8 * 4096, eviction_policy=policy, directory=directory)
         manager = spec.get_manager()
-        assert manager.index.policy == policy
+        assert manager.engine.cache.index.policy == policy
         manager.shutdown()
 
 
