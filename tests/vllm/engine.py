@@ -223,6 +223,43 @@ class Host:
             "capacity": index.capacity,
         }
 
+    def metrics(self) -> str:
+        """What vLLM's ``/metrics`` would say, in Prometheus' text format."""
+        from prometheus_client import REGISTRY, generate_latest  # lazy: vLLM's own registry
+
+        return generate_latest(REGISTRY).decode()
+
+    def listen(self, endpoint: str) -> None:
+        """Subscribe to vLLM's KV events, as a router does."""
+        import zmq  # lazy: only where events are asked for
+
+        self.subscriber = zmq.Context.instance().socket(zmq.SUB)
+        self.subscriber.setsockopt(zmq.LINGER, 0)
+        self.subscriber.subscribe(b"")
+        self.subscriber.connect(endpoint)
+
+    def events(self) -> list[dict[str, Any]]:
+        """KV events that have come since the last call."""
+        import msgspec  # lazy: as above
+        from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        found: list[dict[str, Any]] = []
+        while self.subscriber.poll(500):
+            _, _, payload = self.subscriber.recv_multipart()
+            for event in decoder.decode(payload).events:
+                if isinstance(event, BlockStored | BlockRemoved):
+                    found.append(
+                        {
+                            "removed": isinstance(event, BlockRemoved),
+                            "hashes": [str(one) for one in event.block_hashes],
+                            "medium": event.medium,
+                            "locality": event.locality,
+                            "ownership": event.ownership,
+                        }
+                    )
+        return found
+
     def settle(self, seconds: float = 30.0) -> dict[str, Any]:
         """``manager`` when the tiers have ended what they were given and said so."""
         core = self.llm.llm_engine.engine_core.engine_core
