@@ -209,6 +209,12 @@ class Host:
             "tier_hits": stats.tier_hits,
             "stored_bytes": stats.stored_bytes,
             "loaded_bytes": stats.loaded_bytes,
+            "corrupt": {
+                labels[0]: count
+                for labels, count in manager.engine.registry.series(
+                    "kvtier_corrupt_chunks_total"
+                ).items()
+            },
             "idle": manager.engine.idle,
             "requests": len(manager.engine._planner.requests),
             "committed": manager.committed_chunks,

@@ -6,6 +6,8 @@ No engine runs: vLLM makes the spec first of all in both places, from the same o
 
 from __future__ import annotations
 
+import inspect
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,3 +117,113 @@ def test_the_operators_fingerprint_comes_first() -> None:
     vllm_config: Any = SimpleNamespace(model_config=model)
     assert model_fingerprint(vllm_config, "mine") == "operator:mine"
     assert model_fingerprint(vllm_config, None) == "revision:r1"
+
+
+def test_every_override_has_the_signature_of_the_running_vllm() -> None:
+    # lazy: as above
+    from vllm.v1.kv_offload import base
+
+    from kvtier.vllm.manager import KVTierManager
+    from kvtier.vllm.spec import KVTierOffloadingSpec
+    from kvtier.vllm.worker import TransferWorker
+
+    seen = 0
+    for ours, theirs in (
+        (KVTierManager, base.OffloadingManager),
+        (TransferWorker, base.OffloadingWorker),
+        (KVTierOffloadingSpec, base.OffloadingSpec),
+    ):
+        for name, method in vars(theirs).items():
+            if name.startswith("_") or not callable(getattr(theirs, name)):
+                continue
+            mine = getattr(ours, name)
+            wanted = list(inspect.signature(getattr(theirs, name)).parameters.values())
+            got = list(inspect.signature(mine).parameters.values())
+            assert [(p.name, p.kind) for p in got] == [(p.name, p.kind) for p in wanted], name
+            seen += mine is not method
+    assert seen >= 20
+    # What vLLM's manager may be asked and kvtier does not answer itself: nothing.
+    left = {
+        name
+        for name, method in vars(base.OffloadingManager).items()
+        if callable(method) and not name.startswith("_") and name not in vars(KVTierManager)
+    }
+    assert left == set()
+
+
+@pytest.mark.parametrize(
+    ("version", "good"),
+    [
+        ("0.32.0", True),
+        ("0.32.3+cpu", True),
+        ("0.33.0", False),
+        ("0.31.9", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_another_vllm_is_refused_with_the_range(version: str, good: bool) -> None:
+    from kvtier.vllm import check_version  # lazy: as above
+
+    if good:
+        check_version(version)
+        return
+    with pytest.raises(ConfigError, match=r"vllm>=0\.32,<0\.33") as caught:
+        check_version(version)
+    assert version in str(caught.value)
+
+
+def test_the_plugin_makes_the_name_enough() -> None:
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # lazy: as above
+
+    import kvtier.vllm
+    from kvtier.vllm.spec import KVTierOffloadingSpec
+
+    with pytest.raises(ValueError, match="Unsupported spec type"):
+        OffloadingSpecFactory.get_spec_cls({"spec_name": "KVTierOffloadingSpec"})
+    try:
+        kvtier.vllm.register()
+        kvtier.vllm.register()  # vLLM may load its plugins twice
+        found = OffloadingSpecFactory.get_spec_cls({"spec_name": "KVTierOffloadingSpec"})
+        assert found is KVTierOffloadingSpec
+    finally:
+        OffloadingSpecFactory._registry.pop("KVTierOffloadingSpec", None)
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"kvtier": "kvtier.vllm:register"}
+
+
+PUBLIC_EXAMPLES = [
+    [{"type": "fs", "root_dir": "/mnt/kv"}],
+]
+
+
+@pytest.mark.parametrize("tiers", PUBLIC_EXAMPLES, ids=lambda tiers: tiers[0]["type"])
+def test_the_public_examples_of_tiered_offloading_parse(tiers: list[dict[str, Any]]) -> None:
+    spec = make_spec(cpu_bytes_to_use=107374182400, secondary_tiers=tiers)
+    assert spec.settings.capacity_bytes == 100 << 30
+    assert [tier.type for tier in spec.settings.tiers] == [tier["type"] for tier in tiers]
+    assert spec.settings.isolation == "process"
+
+
+def test_a_file_and_the_json_add_up_and_may_not_say_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.yaml"
+    path.write_text("capacity_bytes: 1GiB\ntiers:\n- {type: fs, root_dir: /mnt/kv}\n")
+    settings = make_spec(kvtier_config=str(path), eviction_policy="arc").settings
+    assert settings.capacity_bytes == 1 << 30
+    assert settings.policy == "arc"
+    assert settings.tiers[0].options == {"root_dir": "/mnt/kv"}
+    with pytest.raises(ConfigError, match="is the same as capacity_bytes, which is set too"):
+        make_spec(kvtier_config=str(path), cpu_bytes_to_use=1 << 30)
+
+
+def test_metric_definitions_are_those_of_the_configured_tiers() -> None:
+    from kvtier.vllm.spec import KVTierOffloadingSpec  # lazy: as above
+
+    plain = KVTierOffloadingSpec.build_metric_definitions({"cpu_bytes_to_use": 1 << 30})
+    tiers = [{"type": "fs", "root_dir": "/mnt/kv"}]
+    more = KVTierOffloadingSpec.build_metric_definitions(
+        {"cpu_bytes_to_use": 1 << 30, "secondary_tiers": tiers}
+    )
+    assert "kvtier_host_fill_ratio" in plain
+    assert set(plain) < set(more)
+    assert all(name.startswith("kvtier_fs_") for name in set(more) - set(plain))

@@ -120,3 +120,56 @@ def test_reload_from_files(
         one = Served(engine)
         assert one.run(mine)["cached"] == 0
         assert one.settle()["tier_hits"]["fs"] == 0
+
+
+@pytest.mark.fault("C15")
+@pytest.mark.parametrize(
+    ("tier", "exact"),
+    [
+        ({"type": "DictionaryTier", "module_path": "examples.own_tier"}, True),
+        (
+            {
+                "type": "VllmDictionary",
+                "module_path": "tests.tiers.vllm_managers",
+                "color": "red",
+            },
+            True,
+        ),
+        (
+            {
+                "type": "ExampleSecondaryTierManager",
+                "module_path": "vllm.v1.kv_offload.tiering.example.manager",
+            },
+            False,
+        ),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+)
+def test_tiers_of_other_people(
+    model: Path, own_shm_directory: Path, tmp_path: Path, tier: dict[str, Any], exact: bool
+) -> None:
+    """A class with the four methods, one written against vLLM's base, and vLLM's own example,
+    which keeps no bytes and says that it has loaded them: what it "loads" is never used."""
+    mine = prompt(1)
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        engine.start(
+            **options(model, own_shm_directory, tmp_path, secondary_tiers=[tier | {"name": "own"}])
+        )
+        one = Served(engine)
+        one.run(mine)
+        control = one.run(mine)
+        one.empty_host()
+        one.forget_device()
+        before = one.settle()
+        again = one.run(mine)
+        after = one.settle()
+        hits = after["tier_hits"]["own"] - before["tier_hits"]["own"]
+        if exact:
+            assert again["cached"] == CHUNKS * BLOCK_TOKENS
+            assert hits == CHUNKS
+            assert same(again, control)
+        else:
+            assert again["cached"] == 0
+            assert hits == 0
+            assert after["corrupt"]["own"] >= 1
+            assert again["tokens"] == control["tokens"]
