@@ -81,7 +81,8 @@ class Lane:
         self._on_health = on_health
         self._clock = clock
         self._tasks = TaskSet(f"kvtier-{tier.name}")
-        self._lister = Lister(index, tier, self._tasks, on_contents)
+        self._on_contents = on_contents
+        self._lister = Lister(index, tier, self._tasks, self._tell_contents)
         self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._loads = 0
@@ -89,6 +90,7 @@ class Lane:
         self._loads_done.set()
         self._is_open = False
         self._closing = False
+        self._may_list = False
         self._reopener: asyncio.Task[None] | None = None
         self._timers: dict[Breaker, asyncio.TimerHandle] = {}
 
@@ -105,7 +107,6 @@ class Lane:
         call = await self._call(self.tier.open(), deadline)
         if call.error is None and not call.late:
             self._is_open = True
-            self._lister.start()
             return ""
         if isinstance(call.error, ConfigError):
             # At the first start this ends the service; after a reset the operator may mend it.
@@ -122,6 +123,16 @@ class Lane:
         self._reopener = self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
+    def started(self) -> None:
+        """The owner has been told that the service starts anew, at which it forgets what it knew of
+        the tier: from now on it may hear what that holds."""
+        self._may_list = True
+        self._list()
+
+    def _list(self) -> None:
+        if self._may_list and self._is_open:
+            self._lister.start()
+
     async def _reopen(self, settled: asyncio.Future[Any]) -> None:
         pause = REOPEN_SECONDS
         while not self._closing:
@@ -136,7 +147,7 @@ class Lane:
                 log.warning("tier %s is still down: %s", self.tier.name, cause)
                 continue
             self._is_open = True
-            self._lister.start()
+            self._list()
             log.info("tier %s is up", self.tier.name)
             self._tell()
             return
@@ -417,6 +428,10 @@ class Lane:
             self._is_open and self._write.would_allow(now),
             self._read.cause or self._write.cause,
         )
+
+    def _tell_contents(self, message: m.Contents) -> None:
+        if not self._closing:  # as above
+            self._on_contents(message)
 
     def _gauge(self) -> None:
         worst = max(breaker.state for breaker in (self._read, self._write))

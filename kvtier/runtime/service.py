@@ -260,6 +260,8 @@ class TierService:
                 causes.append(result)
                 fatal.append(False)
         self._post(m.Ready(causes, fatal, os.getpid()))
+        for lane in self._lanes:
+            lane.started()
 
     async def _drain(self, deadline: float) -> None:
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
