@@ -270,6 +270,8 @@ class Lane:
             self._lister.stored(len(batch))
             started = self._clock()
             call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
+            if not call.settled.done():
+                self._lister.hangs([item.key for item in batch], call.settled)
             outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
             settled.append(call.settled)
         return outcomes, settled
