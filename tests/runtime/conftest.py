@@ -67,7 +67,8 @@ class Bench:
             recorder=self.recorder,
             emit=lambda event: None,
         )
-        tier = kind(script.name, ScriptedOptions(script=script.name), env)
+        options = ScriptedOptions(script=script.name, private=more.get("private", False))
+        tier = kind(script.name, options, env)
         return Lane(
             index,
             tier,
