@@ -12,7 +12,7 @@ by round; each value is the median over the rounds:
 - *saturated_process*: the file tier stores and loads as fast as it can, in its process.
 - *saturated_thread*: the same in a thread of the scheduler's process.
 - *same_io*: idle, beside an unrelated process that does the same I/O, on as many threads at the
-  same nice value: the file tier's own writes and reads of chunks, with their checksums, as many a
+  same priority: the file tier's own writes and reads of chunks, with their checksums, as many a
   second as the last *saturated_process* did. Both rates are printed.
 - *noise*: a loop that does nothing, as long as an idle step, after each step of *idle*. Its own
   spread says what the machine adds; where that is far from 1, so are the others.
@@ -45,7 +45,7 @@ import msgspec
 from benchmarks.harness import Case, machine
 from benchmarks.stream import CHUNK_BYTES, KVTier, Peer, System, arrivals
 from kvtier._core.fileio import Batch, Directory
-from kvtier.runtime.child import NICE
+from kvtier.runtime.child import NICE, POLICY
 from kvtier.types import make_key
 
 STEP_SECONDS = 0.005
@@ -186,6 +186,7 @@ def do_io(folder: Path, rates: Rates) -> None:
     It uses the file tier's own batches, so that the calls are the same, and no engine.
     """
     os.nice(NICE)
+    os.sched_setscheduler(0, POLICY, os.sched_param(0))
     directory = Directory(os.open(folder, os.O_RDONLY), bytes(32), "benchmark", direct=True)
     stop = threading.Event()
     lock = threading.Lock()

@@ -233,7 +233,8 @@ class Engine:
     def lookup_batch(self, keys: Sequence[bytes], context: RequestContext) -> tuple[int, Lookup]:
         """Length of the prefix of `keys` that can be loaded now, and the answer for what follows.
 
-        Keys beyond the first miss are not asked for. MISS also when all are ready.
+        Keys beyond the first miss are not asked for. MISS also when all are ready. While more is to
+        come (any other answer) the length is that of the last look, which may be 50 ms old.
         """
         if not self._polled:
             self.poll()
@@ -332,6 +333,11 @@ class Engine:
     ) -> None:
         """The copies out of these slots have ended."""
         self._index.unpin(slots, generations)
+
+    def touch(self, keys: Sequence[bytes], context: RequestContext) -> None:
+        """The request uses these chunks, though it neither loads nor stores them: the accelerator
+        has them. They count as used when it finishes."""
+        self._planner.request(context).use(keys)
 
     def finish_request(self, context: RequestContext) -> None:
         """The request has ended: its chunks are touched, prefix first; what it waited for is

@@ -210,10 +210,11 @@ class Loads:
             self.settle(request, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """All that the request was told is ready is held: its answer stands until there is news."""
+        """All that can be held for the request is held: its answer stands until there is news."""
         if request.asked is None or request.wait_until is None:
             return
-        if WRITING not in request.states:  # whose writer would be no news to it
+        # A writer's end is no news to it, the end of what it waits for itself is.
+        if request.finds or request.fresh or WRITING not in request.states:
             request.answer_until = min(now + ANSWER_SECONDS, request.wait_until)
 
     def _hold(self, keys: Sequence[bytes], request: Request, now: float) -> None:
@@ -363,7 +364,12 @@ class Loads:
             self._give_back(record, [*message.slots, *message.unused], ended=message.final)
             return
         request = record.request
-        request.news()
+        if message.final or message.absent or message.failed:
+            request.news()
+        elif request.answer_until:
+            # More of what it waits for is on its way or there, and held for it; the rest is not:
+            # its answer stays what it is, and need not be looked for.
+            request.answer_until = min(now + ANSWER_SECONDS, request.wait_until or now)
         alive = not request.ended
         keys = record.keys
         status = request.status

@@ -191,7 +191,7 @@ class Planner:
         now: float,
     ) -> None:
         request.asked, request.states, request.answer = keys[:], states, answer
-        if not request.hits:
+        if not request.hits or not self.loads.could_hold(request):
             self.loads.settle(request, now)
 
     def same_again(self, states: bytes, request: Request, now: float) -> bool:

@@ -29,6 +29,10 @@ from kvtier.runtime.service import Memory, TierService
 NICE = 10
 """At equal priority the service triples the scheduler's 99th percentile on a full machine."""
 
+POLICY = os.SCHED_BATCH
+"""A thread that wakes up waits for a free processor or the next tick, rather than take that of the
+scheduler: on a full machine the scheduler's 99th percentile is a third of what it is without."""
+
 HANGUP_SECONDS = 10.0
 """How long after its parent's end a child may still take to end by itself."""
 
@@ -39,6 +43,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    with contextlib.suppress(OSError):  # a wish, refused by some sandboxes
+        os.sched_setscheduler(0, POLICY, os.sched_param(0))
     # vLLM pins its processes to single cores; this one may run wherever the cgroup lets it. Some
     # sandboxes refuse the call, which is no reason to go without tiers.
     with contextlib.suppress(OSError):

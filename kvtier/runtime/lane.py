@@ -82,7 +82,7 @@ class Lane:
         self._clock = clock
         self._tasks = TaskSet(f"kvtier-{tier.name}")
         self._on_contents = on_contents
-        self._lister = Lister(index, tier, self._tasks, self._tell_contents)
+        self._lister = Lister(index, tier, self._tasks, self._post_contents)
         self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._loads = 0
@@ -123,7 +123,7 @@ class Lane:
         self._reopener = self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
-    def started(self) -> None:
+    def tell_contents(self) -> None:
         """The owner has been told that the service starts anew, at which it forgets what it knew of
         the tier: from now on it may hear what that holds."""
         self._may_list = True
@@ -147,9 +147,9 @@ class Lane:
                 log.warning("tier %s is still down: %s", self.tier.name, cause)
                 continue
             self._is_open = True
-            self._list()
             log.info("tier %s is up", self.tier.name)
             self._tell()
+            self._list()
             return
 
     async def aclose(self, deadline: float) -> None:
@@ -431,7 +431,7 @@ class Lane:
             self._read.cause or self._write.cause,
         )
 
-    def _tell_contents(self, message: m.Contents) -> None:
+    def _post_contents(self, message: m.Contents) -> None:
         if not self._closing:  # as above
             self._on_contents(message)
 

@@ -29,6 +29,7 @@ from kvtier.runtime.carrier import Carrier
 
 FRAME = struct.Struct("<I")
 
+RECEIVE_BYTES = 1 << 18
 BUFFER_BYTES = 4 << 20
 """What may wait for the child before a send is refused: some 50,000 keys."""
 
@@ -52,7 +53,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Complete frames, now that `data` has come."""
         self._buffer += data
         frames = []
@@ -103,6 +104,7 @@ class ProcessCarrier(Carrier):
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
         self._pending = bytearray()
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._wake: Callable[[], None] | None = None
         self._watcher: threading.Thread | None = None
         self._stop_r, self._stop_w = -1, -1
@@ -207,14 +209,14 @@ class ProcessCarrier(Carrier):
         # Asked first: mostly there is nothing, and an exception costs more than the question.
         while self._readable is not None and self._readable.poll(0):
             try:
-                data = self._socket.recv(1 << 18)
+                size = self._socket.recv_into(self._received)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
                 break
-            if not data:
+            if not size:
                 break
-            for frame in self._reader.feed(data):
+            for frame in self._reader.feed(self._received[:size]):
                 messages += m.owner_decoder.decode(frame)
         return messages
 

@@ -261,7 +261,7 @@ class TierService:
                 fatal.append(False)
         self._post(m.Ready(causes, fatal, os.getpid()))
         for lane in self._lanes:
-            lane.started()
+            lane.tell_contents()
 
     async def _drain(self, deadline: float) -> None:
         tasks = [job.task for job in self._jobs.values() if job.task is not None]

@@ -5,39 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
 import kvtier
 from kvtier.engine import aio
 from kvtier.engine.aio import Cache
 from kvtier.engine.contents import Contents
 from kvtier.errors import ClosedError, ConfigError
-from kvtier.testing import leaks
 from kvtier.testing.faults import Script
 from tests.engine.rig import key, keys, payload, scripted
+from tests.loops import Run
 
 CHUNK = 8192
 BIG = 64 << 10
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
-
-
-@pytest.fixture(params=sorted(LOOPS))
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Runs a coroutine on the loop of this case; fails on tasks left and after 30 seconds."""
-    with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
-
-        async def watched(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            async with leaks.check_tasks(), asyncio.timeout(30):
-                return await coroutine
-
-        yield lambda coroutine: runner.run(watched(coroutine))
 
 
 def config(slots: int = 8, chunk: int = CHUNK, **more: Any) -> dict[str, Any]:
@@ -321,10 +306,12 @@ def test_closing_with_calls_under_way(
     """What waits for tiers ends with ClosedError, what copies ends first; nothing is left."""
 
     async def main() -> None:
-        tiers = [{"type": "example", "delay_seconds": 2.0}]
+        tiers = [{"type": "example", "delay_seconds": 1.0}]
         settings = config(4, tiers=tiers, isolation=isolation, lookup_timeout_seconds=10.0)
         async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
-            await cache.store(chunks(1, 2))
+            await cache.store(chunks(50, 51, 60))
+            assert await cache.flush()
+            await cache.store(chunks(1, 2, 3, 4))  # now only the tier has the first three
             slow = Slow(monkeypatch)
             # Whatever the tier tells: it is to be asked.
             monkeypatch.setattr(Contents, "first_absent", lambda self, names, start: len(names))

@@ -317,6 +317,7 @@ def test_a_prompt_that_cannot_be_held_gets_the_same_answer_for_the_same_states(
         assert one.held() == 0
         answer_cascades(one)
         assert one.engine._index.drop(keys(2)) == keys(2)
+        one.after(loads.ANSWER_SECONDS)
         assert one.engine.lookup_batch(keys(1, 2, 3, 4), context)[0] == 1
         assert len(walked) == 2
         one.engine.finish_request(context)

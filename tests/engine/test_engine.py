@@ -159,6 +159,18 @@ def test_cascade_reaches_all_tiers_at_once() -> None:
         hung.gates["store"].open()
 
 
+def test_touched_chunks_outlive_others() -> None:
+    """What the accelerator has is neither loaded nor stored, and is used all the same."""
+    with rig(slots=4, tiers=[]) as one:
+        for name in keys(1, 2, 3, 4):
+            one.store([name])
+        context = one.context()
+        one.engine.touch(keys(1, 2), context)
+        one.engine.finish_request(context)
+        one.store(keys(5, 6))
+        assert [one.engine.holds(name) for name in keys(1, 2, 3, 4)] == [True, True, False, False]
+
+
 def test_two_slow_tiers_overlap() -> None:
     slow = [{"type": "example", "name": f"slow{i}", "delay_seconds": 1.0} for i in range(2)]
     with rig(slots=8, tiers=slow) as one:

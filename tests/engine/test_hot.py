@@ -338,21 +338,7 @@ def test_requests_that_hold_a_part_each_do_not_wait_for_each_other() -> None:
             one.store(prompt[:1])  # the first one of each is in host memory
         one.settle()
         started = time.monotonic()
-        waiting = [(prompt, one.context()) for prompt in prompts]
-        loaded = 0
-        while waiting:
-            left = []
-            for prompt, context in waiting:
-                found, answer = one.engine.lookup_batch(prompt, context)
-                if answer is not Lookup.MISS:
-                    left.append((prompt, context))
-                    continue
-                one.check(prompt[:found], context)
-                loaded += found
-                one.engine.finish_request(context)
-            one.engine.end_step()
-            waiting = left
-            time.sleep(0.001)
+        loaded = one.serve_queued([(prompt, one.context()) for prompt in prompts])
         assert loaded >= 10
         assert time.monotonic() - started < 1.5
         one.settle()

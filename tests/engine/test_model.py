@@ -184,10 +184,10 @@ class World:
             return
         context, names = picked
         ready, answer = self.engine.lookup_batch(names, context)
-        for name in names[:ready]:
-            assert self.engine.lookup(name, context) is Lookup.HIT
         if answer is not Lookup.MISS:
             return
+        for name in names[:ready]:
+            assert self.engine.lookup(name, context) is Lookup.HIT
         if ready:
             slots, generations = self.engine.pin(names[:ready], context)
             self.reads.append(Read(context, names[:ready], slots, generations, self.epoch))

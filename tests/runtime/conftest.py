@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvloop
 
 from kvtier._core.index import Index
 from kvtier.config import parse
@@ -19,26 +17,10 @@ from kvtier.obs.metrics import METRICS, Recorder, Registry
 from kvtier.runtime import messages as m
 from kvtier.runtime.lane import Lane
 from kvtier.runtime.service import Memory
-from kvtier.testing import leaks
 from kvtier.testing.faults import Script, ScriptedOptions, ScriptedTier
 from kvtier.tiers.base import TierEnv
 from kvtier.types import GroupGeometry, make_geometry
 from tests.engine.rig import CHUNK, scripted
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
-
-
-@pytest.fixture(params=sorted(LOOPS))
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Runs a coroutine on the loop of this case; fails on tasks left and after 20 seconds."""
-    with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
-
-        async def watched(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            async with leaks.check_tasks(), asyncio.timeout(20):
-                return await coroutine
-
-        yield lambda coroutine: runner.run(watched(coroutine))
 
 
 class Bench:

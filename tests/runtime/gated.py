@@ -94,6 +94,7 @@ def describe_process() -> dict[str, Any]:
         "pid": os.getpid(),
         "environment": dict(os.environ),
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "policy": os.sched_getscheduler(0),
         "affinity": sorted(os.sched_getaffinity(0)),
         "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "sigterm": signal.getsignal(signal.SIGTERM) is signal.SIG_IGN,

@@ -18,7 +18,8 @@ from kvtier.runtime.lane import Lane
 from kvtier.testing.faults import Script
 from kvtier.types import Outcome
 from tests.engine.rig import CHUNK, key, keys, payload
-from tests.runtime.conftest import Bench, Run
+from tests.loops import Run
+from tests.runtime.conftest import Bench
 
 
 class Finding:

@@ -17,7 +17,8 @@ from kvtier.testing.faults import Script, ScriptedTier
 from kvtier.tiers.base import Slot, TierContext
 from kvtier.types import Outcome, Presence
 from tests.engine.rig import key, keys, payload
-from tests.runtime.conftest import Bench, Run
+from tests.loops import Run
+from tests.runtime.conftest import Bench
 
 
 def context(seconds: float = 5.0) -> TierContext:

@@ -21,7 +21,8 @@ from kvtier.testing.faults import Script, ScriptedTier
 from kvtier.tiers.base import Slot, TierContext
 from kvtier.types import Outcome
 from tests.engine.rig import key, keys
-from tests.runtime.conftest import Bench, Run
+from tests.loops import Run
+from tests.runtime.conftest import Bench
 from tests.runtime.test_lane import closed, context, items, never, opened, until, waiting
 
 SPARE = 8
@@ -43,7 +44,7 @@ def filled(count: int) -> Script:
 
 async def started(bench: Bench, script: Script, **more: Any) -> Lane:
     lane = await opened(bench.lane(script, private=True, **more))
-    lane.started()
+    lane.tell_contents()
     return lane
 
 
@@ -91,7 +92,7 @@ def test_a_tier_that_others_write_too_tells_nothing(run: Run, bench: Bench) -> N
 
     async def main() -> None:
         lane = await opened(bench.lane(script))
-        lane.started()
+        lane.tell_contents()
         await lane.store(await items(bench, *range(8)), context(), never())
         await lane.store(await items(bench, *range(8)), context(), never())
         await asyncio.sleep(0.02)
@@ -110,7 +111,7 @@ def test_nothing_is_told_before_the_owner_knows_of_the_start(run: Run, bench: Be
         lane = await opened(bench.lane(script, private=True))
         await asyncio.sleep(0.02)
         assert bench.contents == []
-        lane.started()
+        lane.tell_contents()
         await listed(bench)
         await closed(lane)
 
@@ -127,7 +128,7 @@ def test_a_tier_that_comes_up_late_is_listed_then(
         script.always["open"] = Outcome.LOST
         lane = bench.lane(script, private=True)
         assert await lane.open(time.monotonic() + 5) == "LOST"
-        lane.started()
+        lane.tell_contents()
         await asyncio.sleep(0.02)
         assert bench.contents == []
         del script.always["open"]
@@ -152,7 +153,7 @@ def test_a_tier_that_comes_up_before_the_others_waits_for_them(
         await until(lambda: bench.health == [(0, True, True, "")])
         await asyncio.sleep(0.02)
         assert bench.contents == []
-        lane.started()
+        lane.tell_contents()
         await listed(bench)
         await closed(lane)
 
@@ -261,13 +262,13 @@ def test_a_store_that_was_given_up_may_end_well(run: Run, bench: Bench, ends: st
         assert outcomes == [Outcome.TIMEOUT] * 2
         assert not call.done()
         if ends == "after":
-            lane.started()
+            lane.tell_contents()
             await listed(bench)
         script.gates["store"].open()
         await asyncio.wait({call})
         assert key(50) in script.chunks
         if ends == "before":
-            lane.started()
+            lane.tell_contents()
             await listed(bench)
         assert absent(bench.contents, keys(0, 50, 51)) == []
         assert not lane._lister._hung

@@ -326,6 +326,7 @@ def test_what_the_child_is_given(gates: Gates, monkeypatch: pytest.MonkeyPatch) 
             assert not names & {"PROMETHEUS_MULTIPROC_DIR", "LD_PRELOAD"}
             assert not [name for name in names if name.startswith(("OMP_", "KMP_", "GOMP_"))]
             assert child["nice"] == os.getpriority(os.PRIO_PROCESS, 0) + 10
+            assert child["policy"] == os.SCHED_BATCH
             assert set(child["affinity"]) == before
             assert child["sigint"]
             assert child["sigterm"]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import uvloop
 
 from kvtier._core.layout import crc32c
 from kvtier.config import parse
@@ -26,8 +25,7 @@ from kvtier.runtime.thread import ThreadCarrier
 from kvtier.testing.faults import Script, ScriptedTier
 from kvtier.types import GroupGeometry, Outcome, make_geometry
 from tests.engine.rig import CHUNK, key, keys, payload, rig, scripted
-
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+from tests.loops import LOOPS
 
 
 class Unmakable(ScriptedTier):

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both event loops: the fixture that runs a test's coroutine on each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import uvloop
+
+from kvtier.testing import leaks
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+SECONDS = 30
+
+
+@pytest.fixture(params=sorted(LOOPS))
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Runs a coroutine on the loop of this case; fails on tasks left and after `SECONDS`."""
+    with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+
+        async def watched(coroutine: Coroutine[Any, Any, Any]) -> Any:
+            async with leaks.check_tasks(), asyncio.timeout(SECONDS):
+                return await coroutine
+
+        yield lambda coroutine: runner.run(watched(coroutine))
