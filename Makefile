@@ -54,8 +54,8 @@ checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invari
 	fi
 	cd build/checked-tree && KVTIER_CHECKS=1 KVTIER_WERROR=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
 	export KVTIER_TRACES="$${KVTIER_TRACES:-$(CURDIR)/../shared/traces}"; \
-		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm" $(TEST_ARGS)
-	@echo "left out of this build: the tests with vLLM (marked vllm); make test runs them"
+		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm and not timed" $(TEST_ARGS)
+	@echo "left out of this build: the tests with vLLM and those of speeds (marked vllm, timed); make test runs them"
 
 benchmarks: setup $(VENV)/.dev ## all micro-benchmarks, one JSON line each
 	$(BIN)/python -m benchmarks

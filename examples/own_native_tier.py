@@ -47,7 +47,6 @@ class CompressedTier(Tier):
     type: ClassVar[str] = "compressed"
     medium: ClassVar[str] = "CPU"
     options_type: ClassVar[OptionsType] = CompressedOptions
-    private: ClassVar[bool] = True
 
     @classmethod
     def metric_definitions(cls) -> Sequence[MetricDef]:
@@ -132,6 +131,10 @@ class CompressedTier(Tier):
 
     async def load(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
         return await self._in_threads(self._unpack, items)
+
+    async def contents(self) -> list[bytes]:
+        # Nobody else puts chunks here, so what is not among these need not be asked for.
+        return list(self.chunks)
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

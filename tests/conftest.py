@@ -21,9 +21,7 @@ import uvloop
 
 from kvtier.testing import leaks
 from tests import parts
-from tests.loops import run
-
-__all__ = ["run"]
+from tests.loops import run as run
 
 _FAULT = re.compile(r"[A-Z]\d{2}")
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()

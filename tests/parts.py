@@ -5,9 +5,11 @@ A test names its parts with ``@pytest.mark.needs("mount")``; a part that is miss
 out with the probe's reason, or fails it when ``KVTIER_REQUIRE`` names the part or says ``all``.
 """
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import mmap
 import os
 import shutil
 import subprocess
@@ -108,6 +110,29 @@ def _memory_policy() -> str | None:
         return None if spread else "the kernel tells or sets no memory policy"
 
 
+def _huge_pages() -> str | None:
+    """Whether the kernel makes a huge page of a file on /dev/shm when it is asked to."""
+    from kvtier.host import files  # lazy: as above
+
+    libc = files.libc()
+    size = 2 << 20
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, 2 * size)
+        # Twice the size has an aligned part; offset and address must be aligned alike, so it is
+        # mapped a second time where that is.
+        both, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+        start = libc.mmap(None, 2 * size, both, shared, fd, 0)
+        aligned = -(-start // size) * size
+        mapped = libc.mmap(aligned, size, both, shared | 0x10, fd, 0)  # MAP_FIXED
+        refused = libc.madvise(mapped, size, 25)  # MADV_COLLAPSE
+        code = ctypes.get_errno()
+        libc.munmap(start, 2 * size)
+    finally:
+        os.close(fd)
+    return f"MADV_COLLAPSE on /dev/shm: {os.strerror(code)}" if refused else None
+
+
 def _rust() -> str | None:
     return None if installed(RUST_PACKAGES) else f"none of {', '.join(RUST_PACKAGES)} is installed"
 
@@ -153,6 +178,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "disk": _disk,
     "cores": _cores,
     "memory-policy": _memory_policy,
+    "huge-pages": _huge_pages,
     "rust": _rust,
     "vllm": _module("vllm"),
     "torch": _module("torch"),
@@ -163,7 +189,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
 }
 """Part to probe: None if it is there, else the reason why not."""
 
-NEVER_REQUIRED = frozenset({"cuda", "trace"})
+NEVER_REQUIRED = frozenset({"cuda", "huge-pages", "trace"})
 """What ``KVTIER_REQUIRE=all`` cannot ask of every machine; naming the part still requires it."""
 
 

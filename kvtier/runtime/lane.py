@@ -81,7 +81,8 @@ class Lane:
         self._on_health = on_health
         self._clock = clock
         self._tasks = TaskSet(f"kvtier-{tier.name}")
-        self._lister = Lister(index, tier, self._tasks, on_contents)
+        self._on_contents = on_contents
+        self._lister = Lister(index, tier, self._tasks, self._post_contents)
         self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._loads = 0
@@ -89,6 +90,7 @@ class Lane:
         self._loads_done.set()
         self._is_open = False
         self._closing = False
+        self._may_list = False
         self._reopener: asyncio.Task[None] | None = None
         self._timers: dict[Breaker, asyncio.TimerHandle] = {}
 
@@ -121,6 +123,16 @@ class Lane:
         self._reopener = self._tasks.start(self._reopen(call.settled), f"reopen-{self.tier.name}")
         return cause
 
+    def tell_contents(self) -> None:
+        """The owner has been told that the service starts anew, at which it forgets what it knew of
+        the tier: from now on it may hear what that holds."""
+        self._may_list = True
+        self._list()
+
+    def _list(self) -> None:
+        if self._may_list and self._is_open:
+            self._lister.start()
+
     async def _reopen(self, settled: asyncio.Future[Any]) -> None:
         pause = REOPEN_SECONDS
         while not self._closing:
@@ -137,7 +149,7 @@ class Lane:
             self._is_open = True
             log.info("tier %s is up", self.tier.name)
             self._tell()
-            self._lister.start()
+            self._list()
             return
 
     async def aclose(self, deadline: float) -> None:
@@ -173,11 +185,6 @@ class Lane:
     def tasks(self) -> int:
         """Tasks alive, for leak checks."""
         return len(self._tasks)
-
-    def tell_contents(self) -> None:
-        """Tell what the tier may hold; after its `open`, when the owner has been told of that."""
-        if self._is_open:
-            self._lister.start()
 
     # --- calls ---
 
@@ -263,6 +270,8 @@ class Lane:
             self._lister.stored(len(batch))
             started = self._clock()
             call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
+            if not call.settled.done():
+                self._lister.hangs([item.key for item in batch], call.settled)
             outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
             settled.append(call.settled)
         return outcomes, settled
@@ -421,6 +430,10 @@ class Lane:
             self._is_open and self._write.would_allow(now),
             self._read.cause or self._write.cause,
         )
+
+    def _post_contents(self, message: m.Contents) -> None:
+        if not self._closing:  # as above
+            self._on_contents(message)
 
     def _gauge(self) -> None:
         worst = max(breaker.state for breaker in (self._read, self._write))

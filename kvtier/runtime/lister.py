@@ -2,22 +2,21 @@
 """Tells the owner what a tier of this instance alone may hold, as a filter over its keys.
 
 Runs on the service's loop, as a task of the tier's lane. Owns nothing. Invariant: a key that was
-stored before the first part of a filter was sent is in the filter; for what is stored after that
-the owner adds it itself, when it sends it here.
+stored before the first part of a filter was sent is in the filter, and so is what a hung call may
+still store; for what is stored after that the owner adds it itself, when it sends it here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 from kvtier._core.keyfilter import KeyFilter
 from kvtier.runtime import messages as m
 from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Tier
-
-log = logging.getLogger(__name__)
 
 SPARE_KEYS = 1 << 16
 """Room for keys that are stored after a listing; as much as was listed, if that is more."""
@@ -52,10 +51,12 @@ class Lister:
         self._listing: asyncio.Task[None] | None = None
         self._spare: int | None = None  # None: the tier does not tell
         self._added = 0
+        self._hung: dict[asyncio.Future[Any], list[bytes]] = {}
 
     def start(self) -> None:
         """List the tier, which is open, beside everything else."""
         if self._listing is None or self._listing.done():
+            self._added = 0  # now, so that one that fails is not tried again at every store
             self._listing = self._tasks.start(self._list(), f"list-{self._tier.name}")
 
     def stored(self, chunks: int) -> None:
@@ -63,6 +64,11 @@ class Lister:
         self._added += chunks
         if self._spare is not None and self._added > self._spare:
             self.start()
+
+    def hangs(self, keys: list[bytes], call: asyncio.Future[Any]) -> None:
+        """A store of these was given up, of which the owner has been told; it may yet end well."""
+        self._hung[call] = keys
+        call.add_done_callback(self._hung.pop)
 
     async def _list(self) -> None:
         keys = await self._tier.contents()
@@ -72,6 +78,7 @@ class Lister:
         # No turn of the loop between the list and the message: what was stored in it would be in
         # neither side's books.
         self._added = 0
+        keys = [*keys, *chain.from_iterable(self._hung.values())]
         self._spare = max(SPARE_KEYS, len(keys))
         room = len(keys) + self._spare
         self._post(m.Contents(self._index, room, 0, b"", final=False))

@@ -337,6 +337,25 @@ class TierContract(abc.ABC):
             await self.put(tier, arena, 1)
 
     @pytest.mark.asyncio
+    async def test_contents(self, tmp_path: Path, arena: Arena) -> None:
+        """Nothing that can be found is missing from them; what was never stored is not in them."""
+        async with self.opened(tmp_path) as tier:
+            first = await tier.contents()
+            if first is None:
+                pytest.skip("others may write here too")
+            assert list(first) == []
+            stored = [(await self.put(tier, arena, number))[0] for number in range(5)]
+            assert set(stored) == set(await tier.contents() or ())
+            await tier.forget(stored[:1])
+            assert set(stored[1:]) <= set(await tier.contents() or ())
+        async with self.opened(tmp_path) as tier:
+            again = await tier.contents() or ()
+            there = await tier.exists(stored, context())
+            assert {k for k, p in zip(stored, there, strict=True) if p is Presence.PRESENT} <= set(
+                again
+            )
+
+    @pytest.mark.asyncio
     async def test_reopen(self, tmp_path: Path, arena: Arena) -> None:
         if not self.persistent:
             pytest.skip("the tier keeps nothing")

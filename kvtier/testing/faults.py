@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError, TierLostError
 from kvtier.tiers.base import Slot, Tier, TierContext
 from kvtier.types import Outcome, Presence
 
-OPERATIONS = ("open", "exists", "store", "load")
+OPERATIONS = ("open", "exists", "store", "load", "contents")
 
 
 class Gate:
@@ -104,6 +104,8 @@ class ScriptedOptions(msgspec.Struct, frozen=True):
     medium: str = "STORAGE"
     namespaced: bool = False
     """Chunks of one namespace are not found in another."""
+    private: bool = False
+    """It tells what it holds."""
 
 
 class ScriptedTier(Tier):
@@ -203,6 +205,15 @@ class ScriptedTier(Tier):
             return outcomes
         finally:
             self._end("load")
+
+    async def contents(self) -> list[bytes] | None:
+        if not self.options.private:
+            return None
+        outcome = await self._begin("contents")
+        self._end("contents")
+        if outcome is not None and not outcome.ok:
+            raise TierLostError(outcome.name)
+        return list(self.chunks)
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -156,7 +156,13 @@ class Tier(abc.ABC):
 
     async def contents(self) -> Sequence[bytes] | None:
         """Every key that may be found here, once that is known, if only this instance writes here:
-        then a key that was never stored is not asked for. None: others may write here too."""
+        then a key that was never stored is not asked for. None: others may write here too.
+
+        Called when the tier is open, and again when much has been stored; may wait as long as it
+        has to. It returns what is there as it returns, without a wait after it has looked: what is
+        stored in that wait would be taken for absent. Keys too many cost a question each, a key
+        that lacks is not found. One that raises is asked for everything.
+        """
         return None
 
     async def forget(self, keys: Sequence[bytes]) -> None:

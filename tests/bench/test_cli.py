@@ -205,9 +205,30 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvtier.bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=140,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+@pytest.mark.needs("disk", "cores")
+def test_the_default_run_holds(tmp_path: Path) -> None:
+    """What ``make bench`` shows; a busy machine gets a second chance, wrong bytes do not."""
+    for chance in ("first", "last"):
+        done = run_bench(f"--output={tmp_path / chance}")
+        table = f"{done.stdout}\n{done.stderr}"
+        assert done.returncode in (0, 1), table
+        verdict = read(tmp_path / chance).verdict
+        # Bytes, corrupt chunks, failures and answers: no matter of time.
+        assert [clause.holds for clause in verdict.clauses[:4]] == [True] * 4, table
+        if verdict.holds:
+            break
+    print(table)
+    assert done.returncode == 0, table
+    assert verdict.holds, table
+    # Each clause was measured.
+    assert [clause.holds for clause in verdict.clauses] == [True] * 8, table
 
 
 @pytest.mark.slow

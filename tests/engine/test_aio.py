@@ -15,6 +15,7 @@ import pytest
 import kvtier
 from kvtier.engine import aio
 from kvtier.engine.aio import Cache
+from kvtier.engine.contents import Contents
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.testing.faults import Script
 from tests.engine.rig import key, keys, payload, scripted
@@ -312,6 +313,8 @@ def test_closing_with_calls_under_way(
             assert await cache.flush()
             await cache.store(chunks(1, 2, 3, 4))  # now only the tier has the first three
             slow = Slow(monkeypatch)
+            # Whatever the tier tells: it is to be asked.
+            monkeypatch.setattr(Contents, "first_absent", lambda self, names, start: len(names))
             waiting = [
                 asyncio.ensure_future(cache.load(keys(50, 51))),
                 asyncio.ensure_future(cache.exists(keys(60))),

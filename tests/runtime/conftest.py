@@ -14,6 +14,7 @@ from kvtier._core.index import Index
 from kvtier.config import parse
 from kvtier.host.region import Region
 from kvtier.obs.metrics import METRICS, Recorder, Registry
+from kvtier.runtime import messages as m
 from kvtier.runtime.lane import Lane
 from kvtier.runtime.service import Memory
 from kvtier.testing.faults import Script, ScriptedOptions, ScriptedTier
@@ -33,6 +34,7 @@ class Bench:
         self.registry = Registry(METRICS)
         self.recorder = Recorder(METRICS)
         self.health: list[tuple[int, bool, bool, str]] = []
+        self.contents: list[m.Contents] = []
 
     def lane(self, script: Script, index: int = 0, **more: Any) -> Lane:
         breaker = more.pop("breaker", {"failures": 2, "open_seconds": 0.05})
@@ -47,7 +49,8 @@ class Bench:
             recorder=self.recorder,
             emit=lambda event: None,
         )
-        tier = kind(script.name, ScriptedOptions(script=script.name), env)
+        options = ScriptedOptions(script=script.name, private=more.get("private", False))
+        tier = kind(script.name, options, env)
         return Lane(
             index,
             tier,
@@ -55,6 +58,7 @@ class Bench:
             config,
             self.recorder,
             lambda *health: self.health.append(health),
+            self.contents.append,
             time.monotonic,
         )
 

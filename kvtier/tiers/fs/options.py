@@ -54,7 +54,8 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
     preallocate: bool = False
     """Reserve the space of a file before writing it, where the filesystem can."""
     private: bool = False
-    """Only this instance uses `root_dir`: absence is then known without asking the filesystem."""
+    """Only this instance uses `root_dir`: absence is then known without asking, so that a new
+    prompt waits for no answer."""
     access: Literal["user", "group", "all"] = "user"
     """Who may read and write files and directories, before the umask: modes 0600, 0660 or 0666
     (directories also x). Instances of several users that share a directory need a common group."""
