@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.config import parse
 from kvtier.errors import InternalError
 from kvtier.types import GroupGeometry, PageGeometry, make_geometry, make_key
 
@@ -75,7 +76,9 @@ class Rig:
             region.sign(rank)
             self.tensors.append(tensors)
             self.workers.append(TransferWorker(region, pages, rank))
-        self.manager = KVTierManager(Region.attach("rig", directory=directory))
+        self.manager = KVTierManager(
+            Region.attach("rig", directory=directory), parse({"capacity_bytes": capacity})
+        )
         self._job = 0
 
     def close(self) -> None:
@@ -132,7 +135,7 @@ class Rig:
 
     def check(self) -> None:
         """Nothing in flight, nothing lost."""
-        index = self.manager.index
+        index = self.manager.engine.cache.index
         index.check()
         assert index.num_writing == index.num_orphans == 0
         assert index.num_free + index.num_ready == index.capacity
@@ -298,7 +301,8 @@ def test_a_reset_lends_no_slot_that_is_still_written_or_read() -> None:
         assert output.keys_to_store == []
         gate.open.set()
         made.workers[0].wait({7, 8})
-        # vLLM never completes the two jobs; the region's lines are enough.
+        # vLLM never completes the two jobs; the region's lines are enough, at the end of a step.
+        made.manager.on_schedule_end(None)
         output = made.manager.prepare_store([key(3), key(4)], made.context())
         assert output.keys_to_store == [key(3), key(4)]
         assert made.content(0, 20) == made.content(0, 1)
@@ -321,7 +325,7 @@ def test_an_access_at_the_end_of_a_request_keeps_its_prefix_longest() -> None:
         for number in (1, 0):
             context.set_offload_key_position(keys[number], 16 * (number + 1))
         made.manager.on_request_finished(context)
-        assert made.manager.index.keys()[-2:] == [keys[1], keys[0]]
+        assert made.manager.engine.cache.index.keys()[-2:] == [keys[1], keys[0]]
 
 
 def test_geometry_of_the_rig_is_what_the_tests_think() -> None:
