@@ -52,7 +52,7 @@ class HeldTier(Tier):
         if only and not any(key.hex() in only for key in keys):
             return
         (self._folder / f"{operation}.here").touch()
-        while held.exists():  # noqa: ASYNC110 - removed by another process
+        while held.exists():
             await asyncio.sleep(0.002)
 
     async def open(self) -> None:
