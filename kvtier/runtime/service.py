@@ -44,6 +44,10 @@ OPEN_SECONDS = 5.0
 
 SAMPLES_SECONDS = 0.5
 
+MAX_EVENTS = 10_000
+"""Of the tiers' own events, so many may wait for an owner that does not read; a sleeping scheduler
+does not read for hours."""
+
 
 class Memory:
     """The region as the service sees it: makes ``Slot`` objects, takes and checks CRCs.
@@ -168,8 +172,9 @@ class TierService:
         self._out: list[m.ToOwner] = []
         self._flush_scheduled = False
         self._events: list[Event] = []
-        self.can_send_samples: Callable[[], bool] = lambda: True
-        """False while the owner has not read what was sent: samples wait and add up."""
+        self._unread_events = 0  # at most, sent and not sent yet
+        self.owner_has_read: Callable[[], bool] = lambda: True
+        """False while there is something that the owner has not read: samples wait and add up."""
 
     # --- life ---
 
@@ -208,7 +213,7 @@ class TierService:
             namespace=self._namespace,
             namespace_digest=namespace_digest(self._namespace),
             recorder=self._recorder,
-            emit=self._events.append,
+            emit=self._emit,
             clock=self._clock,
             region_view=self._memory.payload.cast("B").cast(
                 "B", (self._memory.geometry.num_slots, self._memory.geometry.slot_bytes)
@@ -473,6 +478,16 @@ class TierService:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
+    def _emit(self, event: Event) -> None:
+        """An event of a tier: goes out in order with the answers, or not at all."""
+        if self._unread_events >= MAX_EVENTS and self.owner_has_read():
+            self._unread_events = len(self._events)
+        if self._unread_events >= MAX_EVENTS:
+            self._recorder.add("kvtier_events_dropped_total", 1)
+            return
+        self._unread_events += 1
+        self._events.append(event)
+
     def _flush(self) -> None:
         self._flush_scheduled = False
         if self._events:
@@ -489,7 +504,7 @@ class TierService:
             await asyncio.sleep(SAMPLES_SECONDS)
             lag = max(0.0, self._clock() - started - SAMPLES_SECONDS)
             self._recorder.observe("kvtier_service_loop_lag_seconds", lag)
-            if self.can_send_samples():
+            if self.owner_has_read():
                 self._emit_samples()
 
     def _emit_samples(self) -> None:
