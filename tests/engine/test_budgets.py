@@ -31,6 +31,9 @@ HEAVIEST = 128
 class _Nothing:
     """Stands for planner and registry, which a service that lives does not need."""
 
+    def listen(self, heard: bool, now: float) -> None:
+        """Nobody has asked it anything."""
+
 
 def supervisor(notes: Notes, take: Callable[[m.ToOwner], None]) -> Supervisor:
     nothing: Any = _Nothing()
