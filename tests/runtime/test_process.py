@@ -22,6 +22,7 @@ from kvtier.engine import supervisor as supervisor_module
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import sweep
 from kvtier.runtime import process as process_module
+from kvtier.runtime.child import HANGUP_SECONDS
 from kvtier.runtime.process import ProcessCarrier
 from kvtier.types import Lookup
 from tests.engine.rig import CHUNK, Rig, keys, rig
@@ -305,7 +306,8 @@ def test_parent_killed(gates: Gates, hanging: bool) -> None:
         [sys.executable, "-m", "tests.runtime.parent", gates.folder], cwd=ROOT
     )
     try:
-        wait_for(lambda: (gates.folder / "parent.ready").exists())
+        # It starts two interpreters, one of them at low priority.
+        wait_for(lambda: (gates.folder / "parent.ready").exists(), 60)
         child = gates.child["pid"]
         assert is_running(child)
         regions = regions_of(child)
@@ -314,11 +316,16 @@ def test_parent_killed(gates: Gates, hanging: bool) -> None:
         parent.kill()
         parent.wait()
     started = time.monotonic()
-    wait_for(lambda: not is_running(child), 13)
+    wait_for(lambda: not is_running(child), HANGUP_SECONDS + 10)
     if not hanging:
-        assert time.monotonic() - started < 5
-    sweep("/dev/shm")
-    assert not regions & set(os.listdir("/dev/shm"))
+        assert time.monotonic() - started < HANGUP_SECONDS - 1
+
+    def swept() -> bool:
+        sweep("/dev/shm")
+        return not regions & set(os.listdir("/dev/shm"))
+
+    # Not at once: the leak check of another run locks every dead file for an instant.
+    wait_for(swept)
 
 
 def test_child_outlives_no_parent_whose_fork_keeps_the_socket(gates: Gates) -> None:
