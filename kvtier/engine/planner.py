@@ -349,7 +349,7 @@ class Planner:
             self._unsent_reset = None
         if self._service_takes:
             self.loads.flush(now)
-            self.stores.flush(now)
+            self.stores.flush(now, not self.requests)
             if self.verifier.active:
                 verify = self.verifier.flush(self.state.next_job())
                 if verify is not None:
@@ -359,9 +359,10 @@ class Planner:
         self._index.reap()
 
     def flush_stores(self, now: float) -> None:
-        """Cascade what was just committed; everything else waits for the end of the step."""
+        """Cascade what was just committed, and what there is room for by now; everything else
+        waits for the end of the step."""
         if self._active and self._service_takes:
-            self.stores.flush(now)
+            self.stores.flush(now, not self.requests)
 
     @property
     def _service_takes(self) -> bool:
@@ -463,6 +464,11 @@ class Planner:
             if inflight != tier.inflight_bytes:
                 raise InternalError(
                     f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
+                )
+            handed = sum(len(one.keys) for one in cascades if i in one.tiers and not one.slots)
+            if handed != tier.handed_over:
+                raise InternalError(
+                    f"{tier.name}: {handed} chunks are handed over, {tier.handed_over} counted"
                 )
 
 

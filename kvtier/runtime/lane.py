@@ -83,6 +83,8 @@ class Lane:
         self._recorder = recorder
         self._on_health = on_health
         self._clock = clock
+        self.backlog = asyncio.Lock()
+        """Of the job that stores chunks put off: one at a time."""
         self._tasks = TaskSet(f"kvtier-{tier.name}")
         self._on_contents = on_contents
         self._lister = Lister(index, tier, self._tasks, self._post_contents)
