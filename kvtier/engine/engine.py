@@ -190,7 +190,9 @@ class Engine:
                 came.clear()
                 self.poll()
                 self.end_step()
-                if not self._planner.stores.cascades and not any(t.backlog for t in self._tiers):
+                if not self._planner.stores.cascades and not any(
+                    tier.backlog or tier.refused for tier in self._tiers
+                ):
                     break
                 came.wait(min(0.2, max(0.0, deadline - self._clock())))
         finally:
@@ -343,6 +345,8 @@ class Engine:
         """The request has ended: its chunks are touched, prefix first; what it waited for is
         let go."""
         self._planner.finish(context)
+        if not self._planner.requests:
+            self._planner.flush_stores(self._clock())
         self._send()
 
     def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:

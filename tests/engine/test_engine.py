@@ -256,6 +256,34 @@ def test_a_hung_tier_does_not_hold_up_the_other() -> None:
         hung.gates["exists"].open()
 
 
+@pytest.mark.fault("H27")
+def test_a_hung_tier_costs_the_first_request_most() -> None:
+    """Long before its breaker opens, the next tier is asked soon."""
+    hung, good = Script("hung"), Script("good")
+    with rig(slots=8, tiers=[scripted(hung), scripted(good)], on_reset="keep") as one:
+        one.store(keys(1, 2))
+        one.settle()
+        hung.gates["exists"].close()
+        seconds = []
+        for _ in range(3):
+            one.engine.reset()
+            one.settle()
+            started = time.monotonic()
+            assert one.load(keys(1, 2)) == 2
+            seconds.append(time.monotonic() - started)
+        assert seconds[0] > 0.49
+        assert max(seconds[1:]) < 0.25
+        hung.gates["exists"].open()
+        one.engine.reset()
+        one.settle()
+        # Healthy again, it comes first again.
+        one.until(lambda: one.load(keys(3)) == 0 and not hung.running["exists"])
+        context = one.context()
+        assert one.ask(keys(1, 2), context)[0] == 2
+        assert one.engine.source(key(1), context) == "hung"
+        one.engine.finish_request(context)
+
+
 def test_breaker_closes_by_itself() -> None:
     tier = Script("tier")
     with rig(slots=8, tiers=[scripted(tier)], breaker={"failures": 1, "open_seconds": 0.1}) as one:
