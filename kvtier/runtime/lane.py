@@ -191,6 +191,11 @@ class Lane:
         """Tasks alive, for leak checks."""
         return len(self._tasks)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier has been opened, and not closed."""
+        return self._is_open and not self._closing
+
     # --- calls ---
 
     async def exists(

@@ -256,14 +256,15 @@ class TierService:
         results = await asyncio.gather(
             *(lane.open(deadline) for lane in self._lanes), return_exceptions=True
         )
-        for result in results:
+        for lane, result in zip(self._lanes, results, strict=True):
             if isinstance(result, BaseException):
                 if not isinstance(result, ConfigError):
                     log.error("a tier failed to open", exc_info=result)
                 causes.append(str(result) or type(result).__name__)
                 fatal.append(True)
             else:
-                causes.append(result)
+                # While the others opened it may have been tried again, and be up.
+                causes.append("" if lane.is_open else result)
                 fatal.append(False)
         self._post(m.Ready(causes, fatal, os.getpid()))
         for lane in self._lanes:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.errors import ClosedError, ConfigError, TierLostError
+from kvtier.runtime import lane
 from kvtier.testing.faults import Script
 from kvtier.types import Lookup, Outcome, TierMatch
 from tests.engine.rig import CHUNK, Rig, key, keys, payload, rig, scripted
@@ -157,6 +158,27 @@ def test_cascade_reaches_all_tiers_at_once() -> None:
         one.settle()  # the hung one ends by its deadline
         assert one.value("kvtier_chunks_total", "hung", "store", "timeout") >= 1
         hung.gates["store"].open()
+
+
+def test_a_tier_that_comes_up_while_another_opens_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "REOPEN_SECONDS", 0.02)
+    early, late = Script("early"), Script("late")
+    early.raises["open"] = TierLostError("not yet")
+    late.gates["open"].close()
+
+    def come_up() -> None:
+        time.sleep(0.2)
+        del early.raises["open"]
+        time.sleep(0.4)
+        late.gates["open"].open()
+
+    thread = threading.Thread(target=come_up)
+    thread.start()
+    with rig(slots=8, tiers=[scripted(early), scripted(late)]) as one:
+        thread.join()
+        one.step()
+        assert one.value("kvtier_tier_up", "early") == 1
+        assert one.value("kvtier_tier_up", "late") == 1
 
 
 def test_touched_chunks_outlive_others() -> None:
