@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,45 +266,3 @@ def test_events_to_an_owner_that_sleeps_are_bounded(
         # Of the bursts that it slept through the first ones, without a gap; then of the last one.
         part = list(range(service_module.MAX_EVENTS))
         assert [int.from_bytes(one.key, "big") for one in got] == part + part
-
-
-@pytest.mark.fault("H08")
-def test_no_native_call_of_ours_blocks_with_the_gil_held(tmp_path: Path) -> None:
-    """A thread that wants to run every millisecond does so while large regions come and go."""
-    chunk = 32 << 20
-    gaps: list[float] = []
-    stop = threading.Event()
-
-    def heartbeat() -> None:
-        last = time.monotonic()
-        while not stop.is_set():
-            time.sleep(0.001)
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-
-    thread = threading.Thread(target=heartbeat, name="heartbeat")
-    thread.start()
-    try:
-        tiers = [{"type": "fs", "root_dir": str(tmp_path)}]
-        body = bytes(chunk)
-        with rig(slots=12, tiers=tiers, chunk=chunk) as one:
-            context = one.context()
-            reservation = one.engine.reserve(keys(*range(8)), context)
-            for slot in reservation.slots.tolist():
-                one.region.slot_view(slot, chunk)[:] = body  # (this one holds it, briefly)
-            one.engine.commit(reservation.keys, context)
-            one.engine.finish_request(context)
-            del gaps[:]
-            one.settle()  # checksums and writes
-            one.engine._index.drop(keys(*range(8)))
-            assert one.ask(keys(*range(4)), context)[0] == 4  # reads and checksums
-            one.engine.finish_request(context)
-            one.settle()
-        # And the region has been closed.
-    finally:
-        stop.set()
-        thread.join()
-    assert len(gaps) > 50
-    # Busy machines have pauses of their own; a held GIL would show as one long gap.
-    assert sorted(gaps)[-2] < 0.1, sorted(gaps)[-5:]
