@@ -3,6 +3,7 @@
 
 - Every test fails that leaves a descriptor, thread, process, task, region file or mapping.
   ``@pytest.mark.leaves("why")`` is for a test whose library keeps something for good.
+- Tests marked asyncio run on uvloop and on plain asyncio.
 - ``needs(part)``: see ``tests/parts.py``.
 - ``fault(id)``: ``pytest --fault C26`` runs the tests of that fault.
 """
@@ -20,6 +21,9 @@ import pytest
 import uvloop
 
 from kvtier.testing import leaks
+from kvtier.testing.loops import (
+    pytest_asyncio_loop_factories as pytest_asyncio_loop_factories,
+)
 from tests import parts
 from tests.loops import run as run
 

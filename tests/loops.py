@@ -8,12 +8,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
-import uvloop
 
 from kvtier.testing import leaks
+from kvtier.testing.loops import LOOPS
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 SECONDS = 30
 
 

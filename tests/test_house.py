@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.testing.loops import LOOPS
 from tests import conftest
 from tests.parts import ROOT
 
@@ -109,10 +110,23 @@ def test_leaks_fail_their_tests(tmp_path: Path) -> None:
     }.items():
         assert f"ERROR test_bad.py::{name} - Failed: left behind" in output, output
         assert re.search(f"left behind: .*{words}", output), output
+    for loop in LOOPS:
+        assert f"FAILED test_bad.py::test_task[{loop}] - AssertionError" in output, output
+        assert f"FAILED test_bad.py::test_drawn_task[{loop}] - AssertionError" in output, output
     assert "tasks left: left-task" in output
     assert "tasks left: drawn-task" in output
     assert "left out: 1 tests, nowhere: there is no such place" in output
-    assert "2 failed, 7 passed, 1 skipped, 4 errors" in output
+    assert "4 failed, 8 passed, 1 skipped, 4 errors" in output
+
+
+def test_asyncio_tests_run_on_both_loops(tmp_path: Path) -> None:
+    text = (
+        "import asyncio, pytest\nKINDS = set()\n"
+        "@pytest.mark.asyncio\nasync def test_one():\n"
+        "    KINDS.add(type(asyncio.get_running_loop()).__module__)\n"
+        "def test_end():\n    assert KINDS == {'uvloop', 'asyncio.unix_events'}\n"
+    )
+    assert "3 passed" in run(tmp_path, text)
 
 
 def test_other_runs_are_told_from_this_one() -> None:

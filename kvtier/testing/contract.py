@@ -10,7 +10,8 @@ A tier ships when a short subclass passes::
         def raw_get(self, tier, key): ...        # stored bytes, None if there are none
         def raw_put(self, tier, key, data): ...  # put them there behind the tier's back
 
-Needs pytest and pytest-asyncio. `Arena` owns anonymous memory until it is closed.
+Needs pytest and pytest-asyncio; with the hook of `kvtier.testing.loops` in their ``conftest.py``
+the tests run on both event loops. `Arena` owns anonymous memory until it is closed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import collections
 import os
 import random
 
-
 import numpy as np
 import pytest
 from hypothesis import settings
