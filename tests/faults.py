@@ -185,10 +185,8 @@ FAULTS: Mapping[str, str] = {
 
 REASONS: Mapping[str, str] = {
     "C27": "There is no network client: no tier opens connections.",
-    "F07": "No socket of kvtier has a path: the tier service gets its socket pair as a descriptor.",
-    "F09": "No file is mapped but the region, which is memory.",
+    "E16": "No memory is registered with a device yet; the steps that reserve it are of that kind.",
     "F11": "No extended attributes are used: checksums stand in the files.",
-    "F12": "There is no sweeper of its own; a tier sweeps its directory after it has opened it.",
     "H11": "kvtier makes no collective calls.",
     "L19": "Pipes are not given to an event loop.",
 }

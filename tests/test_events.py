@@ -319,6 +319,20 @@ def test_ranks_have_endpoints_of_their_own() -> None:
             offset_endpoint(wrong, 1)
 
 
+@pytest.mark.fault("F07")
+@pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize(("length", "rank"), [(108, 0), (150, 0), (104, 1)])
+def test_a_path_that_is_too_long_for_a_socket_is_refused(
+    tmp_path: Path, key: str, length: int, rank: int
+) -> None:
+    """By name, with the limit, at the start; the ending for a rank counts too."""
+    path = f"{tmp_path}/".ljust(length, "x")
+    config = EventsConfig(**{"endpoint": f"ipc://{tmp_path}/pub", key: f"ipc://{path}"})
+    publisher = Publisher(EventBus(), config, rank)
+    with pytest.raises(ConfigError, match=rf"events\.{key}: .* longer than 107 characters"):
+        publisher.open()
+
+
 @pytest.mark.fault("M13")
 def test_four_ranks_publish_side_by_side() -> None:
     with contextlib.ExitStack() as stack:

@@ -326,7 +326,7 @@ class Planner:
         if state.readable and not readable:
             log.warning("tier %s is down: %s", state.name, cause)
         state.readable, state.writable, state.cause = readable, writable, cause
-        self._recorder.set("kvtier_tier_up", float(readable), (state.name,))
+        self._recorder.set("kvtier_tier_up", float(readable and writable), (state.name,))
 
     # --- the step ---
 

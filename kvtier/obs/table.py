@@ -188,7 +188,7 @@ METRICS: tuple[MetricDef, ...] = (
         TIER,
     ),
     # Tiers
-    MetricDef("kvtier_tier_up", "gauge", "1 if the tier serves, 0 if it does not.", TIER),
+    MetricDef("kvtier_tier_up", "gauge", "1 if the tier loads and stores, 0 if not.", TIER),
     MetricDef("kvtier_breaker_state", "gauge", "0 closed, 1 probing, 2 open.", TIER),
     MetricDef("kvtier_breaker_opened_total", "counter", "Times that a breaker opened.", TIER),
     MetricDef("kvtier_tier_capacity_bytes", "gauge", "Bytes that a tier may use.", TIER),

@@ -169,6 +169,7 @@ def test_after_the_death_of_the_service_everything_may_be_there(
     caplog.get_records("call").clear()
 
 
+@pytest.mark.fault("C24")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_reset", ["new_epoch", "keep"])
 def test_after_a_reset(kind: str, on_reset: str, tmp_path: Path) -> None:

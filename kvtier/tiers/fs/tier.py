@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import math
@@ -51,6 +52,8 @@ STEP_LOOKUPS = 512
 LOOKUP_THREADS = 4
 HANDLES_SECONDS = 0.25
 """Pause after the process ran out of descriptors."""
+TELL_SECONDS = 60.0
+"""The same errno of the same operation is logged once in this time."""
 ANNOUNCE_PARTS = 64
 """Instances tell each other when they have written this part of their common limit."""
 EVICT_FOR_ERROR_BYTES = 1 << 30
@@ -104,6 +107,7 @@ class FsTier(Tier):
         self._storing_bytes = 0
         self._unannounced_bytes = 0
         self._fallbacks = 0
+        self._told: dict[tuple[str, int], float] = {}  # (operation, errno): when it was logged
         self._state = "new"
 
     @classmethod
@@ -239,6 +243,7 @@ class FsTier(Tier):
         failed = [outcome(status) for status in statuses if _is_failure(status)]
         if failed:
             self._count_errors("exists", failed)
+            self._tell_errors("exists", batch)
             self._look_at(failed)
             if len(failed) == len(statuses):
                 raise TierLostError(f"{self.name}: {failed[0].name} for every key asked")
@@ -278,6 +283,7 @@ class FsTier(Tier):
             return outcomes
         for i, status in zip(admitted, batch.statuses(), strict=True):
             outcomes[i] = outcome(status)
+        self._tell_errors("store", batch)
         self._after_store(files, [outcomes[i] for i in admitted], held)
         return outcomes
 
@@ -411,6 +417,7 @@ class FsTier(Tier):
             self.usage.renew(batch_keys)
             self._read_gate.succeed()
             return [Outcome.DONE] * len(items)
+        self._tell_errors("load", batch)
         return await self._after_load(items, statuses, ctx)
 
     async def _after_load(
@@ -544,6 +551,25 @@ class FsTier(Tier):
                 "kvtier_fs_errors_total",
                 float(failed.count(cause)),
                 (self.name, operation, cause.name.lower()),
+            )
+
+    def _tell_errors(self, operation: str, batch: fileio.Batch) -> None:
+        """Log what the system said; outcomes and metrics know causes only."""
+        statuses = batch.statuses()
+        now = self.env.clock()
+        for code in {status for status in statuses if status > 0}:
+            if now - self._told.get((operation, code), -math.inf) < TELL_SECONDS:
+                continue
+            self._told[operation, code] = now
+            logger.warning(
+                "%s: %s fails for %d of %d chunks: %s (%s): %s",
+                self.name,
+                operation,
+                statuses.count(code),
+                len(statuses),
+                os.strerror(code),
+                errno.errorcode.get(code, code),
+                batch.path(statuses.index(code)),
             )
 
     def _refused(self, operation: str, reason: str, count: int) -> None:

@@ -474,6 +474,36 @@ async def test_stalled_writes_do_not_slow_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("H27")
+async def test_stalled_reads_do_not_slow_stores(tmp_path: Path) -> None:
+    """Every reader hangs in a read; chunks are stored meanwhile, here and in another directory."""
+    async with opened(tmp_path / "root") as bench, opened(tmp_path / "other") as other:
+        assert await bench.store(*range(8)) == [Outcome.DONE] * 8
+        gate, release = os.pipe()
+        try:
+            bench.faults.block("read", gate)
+            # The slots of the stores below are others: a hanging read still owns its own.
+            slots = [bench.arena.slot(20 + n, chunk(n, GROUP, SIZE)[0], SIZE) for n in range(8)]
+            tasks = [
+                asyncio.create_task(bench.tier.load([slot], context(0.3)), name=f"l{n}")
+                for n, slot in enumerate(slots)
+            ]
+            await until(lambda: bench.tier._reads.stuck == bench.tier._reads.size == 4)
+            for n in range(100, 110):
+                assert await asyncio.wait_for(bench.store(n), 5) == [Outcome.DONE]
+            assert await asyncio.wait_for(other.store(1), 5) == [Outcome.DONE]
+            assert bench.tier._reads.stuck == 4
+            assert len([task for task in tasks if not task.done()]) == 4
+            assert bench.tier._writes.stuck == 0
+        finally:
+            bench.faults.block("read", -1)
+            os.close(release)
+            ends = await asyncio.gather(*tasks)
+        os.close(gate)
+        assert sorted(end.name for (end,) in ends) == ["DONE"] * 4 + ["TIMEOUT"] * 4
+        assert await bench.load(*range(8), *range(100, 110)) == [Outcome.DONE] * 18
+
+
+@pytest.mark.fault("H27")
 async def test_stalled_reads_fail_the_tier_not_the_service(tmp_path: Path) -> None:
     async with opened(tmp_path / "root", read_threads=2) as bench:
         assert await bench.store(1, 2, 3) == [Outcome.DONE] * 3
