@@ -17,7 +17,8 @@ from kvtier.testing.faults import Script
 from kvtier.types import Lookup, Outcome, RequestContext
 from tests.engine.rig import CHUNK, Rig, key, keys, payload, rig, scripted
 
-LOADS = int(os.environ.get("KVTIER_HOT_LOADS", "10000"))
+LOADS = 10_000
+MANY_LOADS = int(os.environ.get("KVTIER_HOT_LOADS", "100000"))
 
 
 @pytest.fixture(autouse=True)
@@ -114,12 +115,13 @@ def churn(
     return crowd
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C02", "C18", "H05", "H13")
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_sixty_four_requests_over_eight_slots(policy: str) -> None:
     tier = Script("tier")
     with rig(slots=8, tiers=[scripted(tier)], policy=policy, lookup_timeout_seconds=0.5) as one:
-        churn(one, 1, LOADS // 2)
+        churn(one, 1, MANY_LOADS // 2)
 
 
 @pytest.mark.fault("C02")

@@ -4,7 +4,9 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -143,35 +145,57 @@ async def test_serves_while_it_walks(tmp_path: Path) -> None:
     assert lists is fileio.Directory.entries
 
 
+STALL_SECONDS = 0.05
+"""A turn of the loop beside a walk takes 15 ms, whatever the walk finds: the thread that walks gives
+the GIL back every 5 ms. Tens of thousands of files in one go would be more than this."""
+STALL_TRIES = 8
+
+
+async def walk_beside_the_loop(root: Path, files: int) -> float:
+    """Longest turn of the loop while the walk over `files` files goes on, of the best of several
+    walks: a busy machine has longer pauses than that, but not in each of them."""
+    async with opened(root) as bench:
+        base = Path(bench.tier.path)
+    for upper in range(256):
+        count = files // 256 + (upper < files % 256)
+        folder = base / f"{upper:02x}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for n in range(count):
+            os.close(os.open(folder / f"{upper:02x}00{n:060x}_0.kv", os.O_CREAT | os.O_WRONLY))
+    best = math.inf
+    for _ in range(STALL_TRIES):
+        longest = 0.0
+        started = time.monotonic()
+        async with opened(root, wait=False, private=True) as bench:
+            assert time.monotonic() - started < 2  # being ready does not wait for the walk
+            waiter = asyncio.create_task(bench.tier.walked(), name="walked")
+            before = time.monotonic()
+            while not waiter.done():
+                await asyncio.sleep(0.001)
+                now = time.monotonic()
+                longest = max(longest, now - before)
+                before = now
+            assert bench.tier.usage.files == files
+        best = min(best, longest)
+        if best < STALL_SECONDS:
+            break
+    return best
+
+
 @pytest.mark.asyncio
 @pytest.mark.fault("K04")
 async def test_walk_does_not_stall_the_loop(tmp_path: Path) -> None:
-    """10,000 files: the loop goes on turning while they are read."""
-    root = tmp_path / "root"
-    async with opened(root) as bench:
-        base = Path(bench.tier.path)
-    for upper in range(20):
-        folder = base / f"{upper:02x}"
-        folder.mkdir(parents=True)
-        for n in range(500):
-            digits = f"{upper:02x}00{n:060x}"
-            os.close(os.open(folder / f"{digits}_0.kv", os.O_CREAT | os.O_WRONLY))
-    longest = 0.0
-    started = time.monotonic()
-    async with opened(root, wait=False, private=True) as bench:
-        ready = time.monotonic() - started
-        waiter = asyncio.create_task(bench.tier.walked(), name="walked")
-        before = time.monotonic()
-        while not waiter.done():
-            await asyncio.sleep(0.001)
-            now = time.monotonic()
-            longest = max(longest, now - before)
-            before = now
-        assert bench.tier.usage.files == 10_000
-    walk = time.monotonic() - started
-    # Ready does not wait for the walk. The bound is loose: the machine may be busy.
-    assert ready < 2
-    assert longest < max(0.25, walk / 4), f"a turn took {longest:.3f} s of {walk:.3f} s"
+    assert await walk_beside_the_loop(tmp_path / "root", 10_000) < STALL_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.fault("K04")
+async def test_long_walk_does_not_stall_the_loop(tmp_path: Path) -> None:
+    try:
+        assert await walk_beside_the_loop(tmp_path / "root", 100_000) < STALL_SECONDS
+    finally:
+        shutil.rmtree(tmp_path / "root")  # pytest would keep them for three runs
 
 
 def some_files(root: Path, ending: str, count: int) -> list[Path]:
