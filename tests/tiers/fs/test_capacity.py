@@ -146,8 +146,8 @@ async def test_serves_while_it_walks(tmp_path: Path) -> None:
 
 
 STALL_SECONDS = 0.05
-"""A turn of the loop beside a walk takes 15 ms, whatever the walk finds: the thread that walks gives
-the GIL back every 5 ms. Tens of thousands of files in one go would be more than this."""
+"""A turn of the loop beside a walk takes 15 ms, whatever the walk finds: the thread that walks
+gives the GIL back every 5 ms. Tens of thousands of files in one go would be more than this."""
 STALL_TRIES = 8
 
 
@@ -320,8 +320,8 @@ async def test_limit_is_kept_by_all_instances_together(tmp_path: Path) -> None:
             peak = max(peak, used_bytes(root) if root.exists() else 0)
             await asyncio.sleep(0.05)
         assert [end.result() for end in ends] == [b"done\n"] * 4
-        # Each sees the others' writes of up to a second late, and no more.
-        assert peak <= limit * 1.5
+        # Each tells the others after every 64th part of the limit; measured are 0.86 of it.
+        assert peak <= limit * 1.1
         await until(lambda: used_bytes(root) <= 0.8 * limit)
         # One evicts for all: they do not all remove what one should.
         assert used_bytes(root) >= 0.3 * limit
