@@ -342,8 +342,8 @@ class Engine:
         self._planner.request(context).use(keys)
 
     def finish_request(self, context: RequestContext) -> None:
-        """The request has ended: its chunks are touched, prefix first; what it waited for is
-        let go."""
+        """The request has ended: its chunks are touched, suffix before prefix; what it waited
+        for is let go."""
         self._planner.finish(context)
         if not self._planner.requests:
             self._planner.flush_stores(self._clock())

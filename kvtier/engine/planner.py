@@ -246,7 +246,7 @@ class Planner:
         return self.stores.commit(keys, self.requests.get(context.request_id))
 
     def finish(self, context: RequestContext) -> None:
-        """The request has ended: touch what it used, prefix first, and forget it."""
+        """The request has ended: touch what it used, suffix before prefix, and forget it."""
         request = self.requests.pop(context.request_id, None)
         if request is None:
             return
