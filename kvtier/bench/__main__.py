@@ -17,6 +17,7 @@ from kvtier.bench.cli import make_settings, parse_arguments
 from kvtier.bench.results import Report
 from kvtier.bench.runner import Runner
 from kvtier.bench.strategies import KVTierOpener, Opener
+from kvtier.bench.tierdir import MEMORY_FILE_SYSTEMS
 from kvtier.errors import ConfigError, KVTierError
 
 EXIT_HOLDS, EXIT_FAILS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -72,7 +73,13 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
         signal.signal(signal.SIGINT, previous)
     if not runs:
         return EXIT_INTERRUPTED
-    judged = verdict.judge(runs, settings.workload, settings.accelerator_bytes, settings.host_bytes)
+    judged = verdict.judge(
+        runs,
+        settings.workload,
+        settings.accelerator_bytes,
+        settings.host_bytes,
+        tier_in_memory=settings.tier_file_system in MEMORY_FILE_SYSTEMS,
+    )
     result = Report(
         workload=settings.workload,
         arguments={

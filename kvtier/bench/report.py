@@ -18,9 +18,9 @@ import msgspec
 from kvtier.bench.costs import CostModel
 from kvtier.bench.results import Clause, Report, Run
 from kvtier.bench.settings import Settings
+from kvtier.bench.tierdir import MEMORY_FILE_SYSTEMS
 
 OVERHEAD_WARNING = 0.10
-RESIDENT_WARNING = 0.10
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem;
@@ -47,15 +47,7 @@ def notes(runs: Sequence[Run], settings: Settings) -> list[str]:
             f"{worst.strategy} at {worst.point}: there it measures itself; a busy machine or too "
             "cheap a model does that"
         )
-    for run in runs:
-        if run.sweeps is not None and run.sweeps.resident_ratio > RESIDENT_WARNING:
-            found.append(
-                f"{run.sweeps.resident_ratio:.0%} of the sampled pages of the tier's files at "
-                f"{run.point} were in the page cache when the sweeper came: some reads did not "
-                "reach the disk"
-            )
-            break
-    if settings.tier_file_system in ("tmpfs", "ramfs"):
+    if settings.tier_file_system in MEMORY_FILE_SYSTEMS:
         found.append(f"the fs tier lies on {settings.tier_file_system}: it measures memory")
     skipped = getattr(settings.source(settings.points()[0]), "skipped", 0)
     if skipped:

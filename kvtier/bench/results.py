@@ -206,5 +206,10 @@ def middle(runs: Sequence[Run]) -> Run:
         copies=copies,
         engine=msgspec.structs.replace(chosen.engine, failures=failures),
         throughputs=[run.tokens_per_second for run in runs],
+        sweeps=max(
+            (run.sweeps for run in runs if run.sweeps is not None),
+            key=lambda sweeps: sweeps.resident_ratio,
+            default=None,
+        ),
         interrupted=any(run.interrupted for run in runs),
     )

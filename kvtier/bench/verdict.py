@@ -14,6 +14,9 @@ TIER_OVER_HOST = 1.5
 NO_GAIN = 1.1
 """Below this ratio to `none` a strategy is said to gain nothing."""
 
+RESIDENT = 0.10
+"""Share of the tier's pages found in the page cache, above which reads were not those of a disk."""
+
 FULL = 0.95
 """A memory holds a working set up to this share of its size."""
 BEYOND = 1.25
@@ -22,30 +25,38 @@ BEYOND = 1.25
 BASE, HOST, TIER = "none", "host", "host+fs"
 
 
-def judge(runs: Sequence[Run], workload: str, accelerator_bytes: int, host_bytes: int) -> Verdict:
+def judge(
+    runs: Sequence[Run],
+    workload: str,
+    accelerator_bytes: int,
+    host_bytes: int,
+    *,
+    tier_in_memory: bool = False,
+) -> Verdict:
     """The verdict on all runs of a sweep.
 
     It holds when no clause fails and at least one clause about the effect was measured. A clause
-    whose point was not measured neither holds nor fails.
+    whose point was not measured neither holds nor fails; nor does that about the page cache where
+    the tier lies in memory (`tier_in_memory`), as somebody wanted it to.
     """
-    clauses = [*_integrity(runs)]
+    soundness = [*_integrity(runs), _from_disk(runs, tier_in_memory)]
     if workload == "multiturn":
         effect = _sweep(runs, accelerator_bytes, host_bytes)
     else:
         effect = [_no_harm(runs)]
-    clauses += effect
+    clauses = soundness + effect
     failed = [clause for clause in clauses if clause.holds is False]
     measured = [clause for clause in effect if clause.holds is not None]
     holds = not failed and bool(measured)
-    return Verdict(clauses, holds, _summary(runs, clauses, failed, measured))
+    return Verdict(clauses, holds, _summary(runs, soundness, failed, measured))
 
 
 def _summary(
-    runs: Sequence[Run], clauses: Sequence[Clause], failed: list[Clause], measured: list[Clause]
+    runs: Sequence[Run], soundness: Sequence[Clause], failed: list[Clause], measured: list[Clause]
 ) -> str:
     if any(run.copies.differing_blocks for run in runs):
         return "FAILED: bytes differ from what was computed for them"
-    if any(clause.holds is False for clause in clauses[:4]):
+    if any(clause.holds is False for clause in soundness):
         return "FAILED: the run itself was not sound (see the clauses)"
     gains = [
         run.tokens_per_second / base.tokens_per_second
@@ -98,6 +109,19 @@ def _integrity(runs: Sequence[Run]) -> list[Clause]:
         ),
         Clause("every request was answered", unfinished == 0, f"{unfinished} left"),
     ]
+
+
+def _from_disk(runs: Sequence[Run], tier_in_memory: bool) -> Clause:
+    text = f"the tier's files were read from the disk (at most {RESIDENT:.0%} were in memory)"
+    shares = [
+        (run.sweeps.resident_ratio, run.point)
+        for run in runs
+        if run.sweeps is not None and run.sweeps.sampled_pages
+    ]
+    if tier_in_memory or not shares:
+        return Clause(text, None, "it lies in memory" if tier_in_memory else "not measured")
+    share, point = max(shares)
+    return Clause(text, share <= RESIDENT, f"{share:.0%} of the sampled pages at {point}")
 
 
 def _points(runs: Sequence[Run]) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.bench.copies import CopyCounters
 from kvtier.bench.results import Clause, EngineCounts, Run, Spread, Verdict, middle
+from kvtier.bench.tierdir import SweepCounters
 from kvtier.bench.verdict import judge
 from tests.bench.helpers import ACCELERATOR, HOST, SIZES, change, make_run, runs
 
@@ -24,8 +25,20 @@ def failing(result: Verdict) -> list[str]:
 def test_good_results_hold() -> None:
     result = verdict(runs())
     assert result.holds
-    assert all(clause.holds for clause in result.clauses)
+    assert all(clause.holds for clause in result.clauses if "the disk" not in clause.text)
     assert result.summary.startswith("HOLDS, up to 3.0 times")
+
+
+@pytest.mark.parametrize(
+    ("resident", "in_memory", "holds"), [(10, False, True), (11, False, False), (100, True, None)]
+)
+def test_a_tier_in_the_page_cache_is_refused_unless_wanted(
+    resident: int, in_memory: bool, holds: bool | None
+) -> None:
+    found = change(runs(), sweeps=SweepCounters(sampled_pages=100, resident_pages=resident))
+    result = judge(found, "multiturn", ACCELERATOR, HOST, tier_in_memory=in_memory)
+    assert [clause.holds for clause in result.clauses if "the disk" in clause.text] == [holds]
+    assert result.holds == (holds is not False)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +70,7 @@ def test_each_clause_of_the_effect_can_fail(changed: dict[str, float], words: st
         ({"engine": EngineCounts(failures={"corrupt": 1})}, "corrupt"),
         ({"engine": EngineCounts(failures={"full": 3})}, "no tier failed otherwise"),
         ({"requests": 9}, "every request was answered"),
+        ({"sweeps": SweepCounters(sampled_pages=100, resident_pages=11)}, "read from the disk"),
     ],
 )
 def test_each_clause_of_soundness_can_fail(changes: dict[str, object], words: str) -> None:
@@ -109,11 +123,13 @@ def test_middle_keeps_the_damage_of_all_repeats() -> None:
     bad = CopyCounters(differing_blocks=2)
     repeats = [
         make_run("host", "2", 88, 100, copies=bad, engine=EngineCounts(failures={"io": 1})),
-        make_run("host", "2", 88, 300),
-        make_run("host", "2", 88, 200),
+        make_run("host", "2", 88, 300, sweeps=SweepCounters(sampled_pages=9, resident_pages=9)),
+        make_run("host", "2", 88, 200, sweeps=SweepCounters(sampled_pages=9)),
     ]
     chosen = middle(repeats)
     assert chosen.tokens_per_second == pytest.approx(200_000)
     assert chosen.copies.differing_blocks == 2
     assert chosen.engine.failures == {"io": 1}
+    assert chosen.sweeps is not None
+    assert chosen.sweeps.resident_ratio == 1
     assert len(chosen.throughputs) == 3
