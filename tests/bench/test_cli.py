@@ -228,7 +228,7 @@ def test_the_default_run_holds(tmp_path: Path) -> None:
     assert done.returncode == 0, table
     assert verdict.holds, table
     # Each clause was measured.
-    assert [clause.holds for clause in verdict.clauses] == [True] * 8, table
+    assert [clause.holds for clause in verdict.clauses] == [True] * 9, table
 
 
 @pytest.mark.slow
