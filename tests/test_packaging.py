@@ -46,8 +46,8 @@ def run(*command: str, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.needs("registry")
 def test_a_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
-    """As a user runs it: ``pip wheel .`` in a clean copy of the tree, with the build requirements of
-    pyproject.toml and no others, and an environment that has only what this collected."""
+    """As a user runs it: ``pip wheel .`` in a clean copy of the tree, with no build tools but those
+    that pyproject.toml names, and an environment that has only what this collected."""
     source, wheels = tmp_path / "source", tmp_path / "wheels"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_IN_A_CLONE))
     run(
