@@ -116,6 +116,7 @@ class Engine:
         # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
         os.register_at_fork(after_in_child=AfterFork(self))
         self.resources: m.Resources | None = None
+        self._audits = 0
 
     # --- life ---
 
@@ -406,7 +407,8 @@ class Engine:
             case m.Samples() | m.Events():
                 self._outlets.take(message)
             case m.Resources():
-                self.resources = message
+                if message.number == self._audits:  # not an answer to an earlier question
+                    self.resources = message
             case m.Closed():
                 log.error("the tier service has ended by itself: %s", message.error or "no error")
             case _:
@@ -448,8 +450,9 @@ class Engine:
         Its metrics come with it. For leak checks.
         """
         self.resources = None
+        self._audits += 1
         if self._supervisor is not None and self._supervisor.up:
-            self._supervisor.carrier.send([m.Audit()])
+            self._supervisor.carrier.send([m.Audit(self._audits)])
 
     @property
     def idle(self) -> bool:

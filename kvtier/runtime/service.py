@@ -168,6 +168,7 @@ class TierService:
         self._lanes: list[Lane] = []
         self._left: list[Lane] = []  # closed, but a call into their tier hangs
         self._jobs: dict[int, Job] = {}
+        self._pins = 0  # held in the slots' words
         self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
         self._out: list[m.ToOwner] = []
         self._flush_scheduled = False
@@ -330,6 +331,8 @@ class TierService:
                 )
             case m.Cascade():
                 job = self._start_job(message.job)
+                if not message.portion_bytes:
+                    self._pins += len(message.slots)
                 cascade = self._store_backlog if message.portion_bytes else self._cascade
                 job.task = self._tasks.start(
                     self._run_job(message.job, cascade(message, job.stop)),
@@ -337,6 +340,7 @@ class TierService:
                 )
             case m.Verify():
                 job = self._start_job(message.job)
+                self._pins += len(message.slots)
                 job.task = self._tasks.start(
                     self._run_job(message.job, self._verify(message)), f"verify-{message.job}"
                 )
@@ -362,11 +366,13 @@ class TierService:
                 self._emit_samples()
                 self._post(
                     m.Resources(
+                        number=message.number,
                         tasks=len(self._tasks)
                         + sum(lane.tasks for lane in (*self._lanes, *self._left)),
                         threads=threading.active_count(),
                         fds=len(os.listdir("/proc/self/fd")),
                         jobs=len(self._jobs),
+                        pins=self._pins,
                     )
                 )
             case _:
@@ -486,6 +492,7 @@ class TierService:
         for i in range(start, end):
             key, slot, generation = message.keys[i], message.slots[i], message.generations[i]
             if slots.pin_service(slot, generation, key):
+                self._pins += 1
                 pinned[i - start] = self._memory.slot(key, slot, generation)
         items = list(pinned.values())
         settled: list[asyncio.Future[Any]] = []
@@ -522,6 +529,7 @@ class TierService:
     def _unpin(self, items: Sequence[Slot]) -> None:
         for item in items:
             self._memory.slots.unpin_service(item.slot, item.generation)
+            self._pins -= 1
 
     # --- answers ---
 

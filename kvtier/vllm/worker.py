@@ -16,10 +16,11 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,15 @@ class _Job:
         # What kept the end of the job from being published: always a bug.
         self.broken: BaseException | None = None
         self.started = time.monotonic()
+
+
+class WorkerResources(NamedTuple):
+    """What a worker holds, for leak checks; descriptors and threads are those of its process."""
+
+    fds: int
+    threads: int
+    jobs: int
+    """Jobs whose copies run, and those that vLLM has not been told of."""
 
 
 class TransferWorker(OffloadingWorker):
@@ -170,6 +180,12 @@ class TransferWorker(OffloadingWorker):
         with self._changed:
             # Bounded by the copies themselves: memory to memory, nothing that can hang.
             self._changed.wait_for(lambda: self._running.keys().isdisjoint(job_ids))
+
+    def resources(self) -> WorkerResources:
+        """What is open and under way now."""
+        with self._changed:
+            jobs = len(self._running) + len(self._finished)
+        return WorkerResources(len(os.listdir("/proc/self/fd")), threading.active_count(), jobs)
 
     def shutdown(self) -> None:
         """End the copies that run, then let go of the region. Idempotent."""

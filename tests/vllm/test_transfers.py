@@ -80,6 +80,7 @@ class Rig:
             Region.attach("rig", directory=directory), parse({"capacity_bytes": capacity})
         )
         self._job = 0
+        self.base = [worker.resources() for worker in self.workers]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -139,6 +140,9 @@ class Rig:
         index.check()
         assert index.num_writing == index.num_orphans == 0
         assert index.num_free + index.num_ready == index.capacity
+        assert self.manager.engine.cache.slots.totals()["owner_pins"] == 0
+        # Every rank says the same of descriptors and threads: they share this process.
+        assert [worker.resources() for worker in self.workers] == self.base
 
 
 @contextlib.contextmanager
@@ -251,6 +255,7 @@ def test_a_chunk_is_no_hit_before_all_ranks_have_written_it() -> None:
             worker.submit_store(1, made.blocks([1]), output.store_spec)
         assert gate.entered.wait(30)
         made.finish(1, [0])
+        assert [worker.resources().jobs for worker in made.workers] == [0, 1]
         # vLLM is wrong here: one rank has not finished.
         made.manager.complete_store({key(1)}, made.context())
         assert made.states([key(1)]) == ["HIT_PENDING"]
