@@ -10,6 +10,9 @@ Invariants
   marked it as failed, whatever vLLM says.
 * Pins of a load are given back when vLLM completes it or, after a reset, when its number has been
   published. A slot that was being written at a reset is free again no earlier.
+* A number that some rank never publishes is waited for as long as the engine lives: its copy may
+  still run, so that no ceiling would make the slot safe to reuse. Nobody else waits: readers have
+  their lookup deadline, and vLLM ends an engine one rank of which is dead or hangs.
 """
 
 from __future__ import annotations
