@@ -167,12 +167,15 @@ class Host:
         config = self.llm.llm_engine.vllm_config.cache_config
         return {"block_size": config.block_size, "pid": os.getpid()}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8) -> list[dict[str, Any]]:
-        """Run prompts together, greedily."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Run prompts together, greedily; `salt` is vLLM's ``cache_salt``."""
         from vllm import SamplingParams  # lazy: see start
 
+        salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [{"prompt_token_ids": prompt, **salted} for prompt in prompts],
             SamplingParams(
                 temperature=0.0,
                 max_tokens=max_tokens,
