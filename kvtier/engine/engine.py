@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvtier._core.index import Reservation
 from kvtier._core.slots import READY
 from kvtier.config import Config
-from kvtier.engine.forked import AfterFork, Forked
+from kvtier.engine.forked import OPEN_ENGINES, Forked
 from kvtier.engine.outlets import EngineStats, Outlets
 from kvtier.engine.planner import Planner
 from kvtier.engine.state import tier_states
@@ -113,12 +113,8 @@ class Engine:
         self._closed = False
         self._now = clock()
         self._metrics_at = 0.0
-        # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
-        os.register_at_fork(after_in_child=AfterFork(self))
         self.resources: m.Resources | None = None
         self._audits = 0
-
-    # --- life ---
 
     def open(self) -> None:
         """Start the tier service and wait for the tiers' self-tests.
@@ -128,6 +124,8 @@ class Engine:
         ConfigError
             A tier says that something has to be changed; the service has been ended again.
         """
+        # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
+        OPEN_ENGINES.add(self)
         self._grow()
         self.publish_metrics()
         try:
@@ -135,6 +133,7 @@ class Engine:
             if self._supervisor is not None:
                 self._supervisor.open(self._tiers)
         except BaseException:
+            OPEN_ENGINES.discard(self)
             self._outlets.close()
             raise
         padding = ", ".join(
@@ -169,6 +168,7 @@ class Engine:
             self._save_unsaved()
         finally:
             self._closed = True
+            OPEN_ENGINES.discard(self)
             error = ""
             if self._supervisor is not None:
                 error = self._supervisor.close(self._clock() + deadline_seconds)
@@ -206,8 +206,6 @@ class Engine:
         """Have `wake` called, from any thread, when ``poll`` has something to take."""
         if self._supervisor is not None:
             self._supervisor.on_message(wake)
-
-    # --- lookups ---
 
     def on_new_request(self, context: RequestContext) -> None:
         """A request has come; optional, the first call that names it does the same."""
@@ -281,8 +279,6 @@ class Engine:
         tier = None if request is None else request.sources.get(key)
         return "host" if tier is None else self._tiers[tier].name
 
-    # --- transfers of the accelerator ---
-
     def make_room(self, n: int) -> int:
         """Evict chunks that a tier holds until `n` slots are free; returns how many are.
 
@@ -354,8 +350,6 @@ class Engine:
         """Slots that were in WRITING at a reset, and whose writer has ended since."""
         return self._index.release(slots, generations)
 
-    # --- the step ---
-
     def end_step(self) -> None:
         """Once a scheduler step, after its last lookup."""
         started = time.perf_counter()
@@ -414,8 +408,6 @@ class Engine:
             case _:
                 self._planner.take(message, self._now)
 
-    # --- reset ---
-
     def reset(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """Forget every chunk, here and (``on_reset: new_epoch``) in the tiers, without waiting.
 
@@ -432,8 +424,6 @@ class Engine:
         orphans = self._planner.reset(self.namespace)
         self._flush()
         return orphans
-
-    # --- metrics ---
 
     def publish_metrics(self) -> None:
         """Bring the registry up to date. ``end_step`` does it twice a second."""

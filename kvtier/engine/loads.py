@@ -75,8 +75,6 @@ class Loads:
         limit = self._state.config.max_hold_bytes // self._state.geometry.slot_bytes
         return max(1, min(limit, self._index.capacity - 1))
 
-    # --- deadlines ---
-
     def wait(self, request: Request, now: float) -> None:
         """The request waits: its deadline runs from its first wait."""
         if request.wait_until is None:
@@ -113,8 +111,6 @@ class Loads:
             else:
                 self._leave_line(record)
                 _give_up(record)
-
-    # --- asking ---
 
     def ask(self, key: bytes, request: Request) -> bool:
         """Have the tiers asked for a key at the next flush; False if there is none to ask."""
@@ -184,8 +180,6 @@ class Loads:
         request.window_left[group] = left - 1
         return left > 0
 
-    # --- holds ---
-
     def could_hold(self, request: Request) -> bool:
         """Whether there is anything to hold more chunks with."""
         if self.held + self.lent >= self.hold_limit or self._may_hold <= 0:
@@ -246,8 +240,6 @@ class Loads:
                 np.array([generation for _, generation in pins], dtype=np.uint32),
             )
             self.held -= len(pins)
-
-    # --- at the end of a step ---
 
     def flush(self, now: float) -> None:
         """Lend slots to those in the line, then ask for what is fresh."""
@@ -356,8 +348,6 @@ class Loads:
                 self._state.out.append(m.NoMoreSlots(record.job))
                 self._state.recorder.add("kvtier_hold_refused_total", record.wants)
             self.line.remove(record)
-
-    # --- from the service ---
 
     def take(self, message: m.Found, now: float) -> None:
         """News of a find."""

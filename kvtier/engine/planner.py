@@ -103,8 +103,6 @@ class Planner:
             or any(tier.backlog and tier.writable for tier in self._tiers)
         )
 
-    # --- requests ---
-
     def request(self, context: RequestContext) -> Request:
         """The record of a request, made on first sight."""
         request = self.requests.get(context.request_id)
@@ -273,8 +271,6 @@ class Planner:
         if misses:
             self._recorder.add("kvtier_lookup_chunks_total", misses, ("host", "miss"))
 
-    # --- answers ---
-
     def take(self, message: m.ToOwner, now: float) -> None:
         """An answer of the service."""
         match message:
@@ -327,8 +323,6 @@ class Planner:
             log.warning("tier %s is down: %s", state.name, cause)
         state.readable, state.writable, state.cause = readable, writable, cause
         self._recorder.set("kvtier_tier_up", float(readable), (state.name,))
-
-    # --- the step ---
 
     def flush(self, now: float) -> None:
         """End of a step: expire, lend, ask, cascade; messages are in ``state.out`` afterwards."""
@@ -388,8 +382,6 @@ class Planner:
                     self._unsent_reset = message
                 case _:
                     log.warning("the service does not take %s", type(message).__name__)
-
-    # --- after the service's end ---
 
     def service_lost(self) -> None:
         """The service has ended and touches nothing any more: its jobs end as failed."""

@@ -178,8 +178,6 @@ class TierService:
         self.owner_has_read: Callable[[], bool] = lambda: True
         """False while there is something that the owner has not read: samples wait and add up."""
 
-    # --- life ---
-
     def deliver(self, message: m.ToService | None) -> None:
         """A message has come in; None: the owner is gone. On the loop's thread only."""
         self._inbox.put_nowait(message)
@@ -310,8 +308,6 @@ class TierService:
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         if tasks:
             await asyncio.wait(tasks)
-
-    # --- messages ---
 
     async def _handle(self, message: m.ToService) -> None:
         match message:
@@ -530,8 +526,6 @@ class TierService:
         for item in items:
             self._memory.slots.unpin_service(item.slot, item.generation)
             self._pins -= 1
-
-    # --- answers ---
 
     def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         self._post(m.Health(tier, readable, writable, cause))

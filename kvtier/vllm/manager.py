@@ -139,8 +139,6 @@ class KVTierManager(OffloadingManager):
         self._left_writes: list[_Write] = []
         self._left_loads: list[_Load] = []
 
-    # --- lookups ---
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """State of one chunk: HIT only when its bytes are in host memory, compared with their
         checksum if they came from a tier."""
@@ -160,8 +158,6 @@ class KVTierManager(OffloadingManager):
         """Chunk by chunk is how everything is stored; no tier here needs whole requests."""
         self.engine.on_new_request(_context(req_context))
         return RequestOffloadingContext()
-
-    # --- stores ---
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -207,8 +203,6 @@ class KVTierManager(OffloadingManager):
             self._ended.append(write)
         self._settle()
 
-    # --- loads ---
-
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin chunks that ``lookup`` has found.
 
@@ -232,8 +226,6 @@ class KVTierManager(OffloadingManager):
         if load is None:
             raise InternalError(f"load of request {req_context.req_id} completed twice")
         self.engine.unpin(load.slots, load.generations, _context(req_context))
-
-    # --- the course of things ---
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """These chunks count as used when the request finishes."""

@@ -192,8 +192,6 @@ class TransferWorker(OffloadingWorker):
         self._pool.close()
         self.region.close()
 
-    # --- main thread ---
-
     def _blocks_per_chunk(self, group: int) -> int:
         return self.pages.groups[group].blocks_per_chunk
 
@@ -262,9 +260,8 @@ class TransferWorker(OffloadingWorker):
         real = block_ids != 0
         return self._pool.load(plan, block_ids[real], addresses[real])
 
-    # --- any thread ---
-
     def _part_ended(self, job: _Job, future: Future[int] | None) -> None:
+        """Any thread: the pool's, or the one that submits."""
         with self._changed:
             if future is not None:
                 job.error = job.error or future.exception()
