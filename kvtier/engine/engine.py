@@ -274,9 +274,13 @@ class Engine:
 
     def source(self, key: bytes, context: RequestContext) -> str:
         """Name of the tier that a request's chunk came from; "host" if it was there."""
-        request = self._planner.requests.get(context.request_id)
-        tier = None if request is None else request.sources.get(key)
+        tier = self.sources(context).get(key)
         return "host" if tier is None else self._tiers[tier].name
+
+    def sources(self, context: RequestContext) -> Mapping[bytes, int]:
+        """The request's chunks that came from a tier, and its position; stays up to date."""
+        request = self._planner.requests.get(context.request_id)
+        return {} if request is None else request.sources
 
     # --- transfers of the accelerator ---
 
@@ -339,10 +343,19 @@ class Engine:
         has them. They count as used when it finishes."""
         self._planner.request(context).use(keys)
 
-    def finish_request(self, context: RequestContext) -> None:
+    def finish_request(
+        self, context: RequestContext, used: Mapping[bytes, int] | None = None
+    ) -> None:
         """The request has ended: its chunks are touched, prefix first; what it waited for is
-        let go."""
-        self._planner.finish(context)
+        let go.
+
+        Parameters
+        ----------
+        used : mapping of bytes to int, optional
+            End positions of all chunks of the request, where the caller knows them, in place of
+            those that it loaded, stored or touched.
+        """
+        self._planner.finish(context, used)
         self._send()
 
     def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:
