@@ -97,6 +97,7 @@ class Planner:
         return not (
             self.loads.finds
             or self.stores.cascades
+            or self.stores.waiting
             or self.verifier.jobs
             or self.state.out
             or self.reset_pending
