@@ -3,8 +3,8 @@
 
 Belongs to one thread, the owner's. Owns the index of one region, the planner, the supervisor of the
 tier service and the outlets. A step is: any calls, the first of which takes the service's answers,
-then ``end_step``, which sends what the step has decided. ``commit``, ``finish_request`` and
-``reset`` send as well, because the last one of a burst may be followed by no step at all.
+then ``end_step``, which sends what the step has decided. While there are requests, a step follows.
+``commit`` and ``finish_request`` send as well when there is none left, and so does ``reset``.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ class Engine:
                 came.clear()
                 self.poll()
                 self.end_step()
-                if not self._planner.stores.cascades and not any(t.backlog for t in self._tiers):
+                if not self._planner.stores.cascades and not any(
+                    tier.backlog or tier.refused for tier in self._tiers
+                ):
                     break
                 came.wait(min(0.2, max(0.0, deadline - self._clock())))
         finally:
@@ -306,7 +308,8 @@ class Engine:
     def commit(self, keys: Sequence[bytes], context: RequestContext) -> list[bytes]:
         """The bytes of these chunks are in host memory. Returns those that became READY now."""
         stored = self._planner.commit(keys, context)
-        if stored and self._supervisor is not None:
+        # While there are requests a step follows, whose end sends the cascades of all its commits.
+        if stored and not self._planner.requests:
             self._planner.flush_stores(self._clock())
             self._send()
         return stored
@@ -356,6 +359,8 @@ class Engine:
             those that it loaded, stored or touched.
         """
         self._planner.finish(context, used)
+        if not self._planner.requests:
+            self._planner.flush_stores(self._clock())
         self._send()
 
     def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:

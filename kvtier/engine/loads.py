@@ -55,6 +55,9 @@ class Loads:
         """Finds that want slots, those of older requests first."""
         self.asking: dict[str, Request] = {}
         """Requests with fresh keys."""
+        self.asked_at = math.inf
+        """When the first find went out to which the service has said nothing yet, nor anything
+        else since."""
         self._state = state
         self._index = state.index
         self._tiers = state.tiers
@@ -281,6 +284,7 @@ class Loads:
         self.finds[record.job] = record
         self._expires_at = min(self._expires_at, record.deadline)
         request.finds.add(record.job)
+        self.asked_at = min(self.asked_at, now)
         slots: list[int] = []
         generations: list[int] = []
         if not self.line:
@@ -491,6 +495,7 @@ class Loads:
             self._give_back(record, list(record.lent))
         self.finds.clear()
         self.line.clear()
+        self.asked_at = math.inf
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Everything is about to be forgotten; finds under way only give their slots back."""

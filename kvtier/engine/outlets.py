@@ -167,7 +167,8 @@ class Outlets:
         recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * slot_bytes)
         for tier in self.tiers:
             recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
-            recorder.set("kvtier_backlog_chunks", len(tier.backlog), (tier.name,))
+            backlog = len(tier.backlog) + tier.handed_over
+            recorder.set("kvtier_backlog_chunks", backlog, (tier.name,))
         if self._publisher is not None:
             dropped = self._publisher.dropped
             recorder.add("kvtier_events_dropped_total", dropped - self._events_dropped)

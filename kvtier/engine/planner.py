@@ -10,6 +10,7 @@ reads no clock, never waits.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,9 +27,14 @@ from kvtier.engine.verifier import Verifier
 from kvtier.errors import InternalError
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
+from kvtier.runtime.service import SAMPLES_SECONDS
 from kvtier.types import Geometry, Lookup, RequestContext
 
 log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 2 * SAMPLES_SECONDS
+"""A service that has been asked and is silent for so long hangs: it sends samples if nothing else.
+The lookup timeout counts, if that is longer."""
 
 
 class Planner:
@@ -74,6 +80,9 @@ class Planner:
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None
         self._service_up = False
+        self._silence_seconds = max(config.lookup_timeout_seconds, SILENCE_SECONDS)
+        # What was known of the tiers when the service fell silent; empty while it talks.
+        self._before_silence: list[tuple[bool, str]] = []
         self._cleared_to = -1  # position of the clean-up after a dead service; -1: none
 
     def take_out(self) -> list[m.ToService]:
@@ -87,6 +96,7 @@ class Planner:
         return not (
             self.loads.finds
             or self.stores.cascades
+            or self.stores.waiting
             or self.verifier.jobs
             or self.state.out
             or self.reset_pending
@@ -302,6 +312,21 @@ class Planner:
             case _:
                 raise InternalError(f"the planner got {message!r}")
 
+    def listen(self, heard: bool, now: float) -> None:
+        """Whether the service has said anything at all since the last call. While one that hangs
+        says nothing, its tiers are not asked: no further request waits for it."""
+        if heard:
+            self.loads.asked_at = math.inf
+            before, self._before_silence = self._before_silence, []
+            if before:
+                log.info("the tier service answers again")
+            for i, (readable, cause) in enumerate(before):
+                self._health(i, readable, self._tiers[i].writable, cause)
+        elif now >= self.loads.asked_at + self._silence_seconds and not self._before_silence:
+            self._before_silence = [(tier.readable, tier.cause) for tier in self._tiers]
+            for i, tier in enumerate(self._tiers):
+                self._health(i, False, tier.writable, "the tier service does not answer")
+
     def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         state = self._tiers[tier]
         if state.readable and not readable:
@@ -330,7 +355,7 @@ class Planner:
             self._unsent_reset = None
         if self._service_takes:
             self.loads.flush(now)
-            self.stores.flush(now)
+            self.stores.flush(now, not self.requests)
             if self.verifier.active:
                 verify = self.verifier.flush(self.state.next_job())
                 if verify is not None:
@@ -340,9 +365,10 @@ class Planner:
         self._index.reap()
 
     def flush_stores(self, now: float) -> None:
-        """Cascade what was just committed; everything else waits for the end of the step."""
+        """Cascade what was just committed, and what there is room for by now; everything else
+        waits for the end of the step."""
         if self._active and self._service_takes:
-            self.stores.flush(now)
+            self.stores.flush(now, not self.requests)
 
     @property
     def _service_takes(self) -> bool:
@@ -374,6 +400,7 @@ class Planner:
     def service_lost(self) -> None:
         """The service has ended and touches nothing any more: its jobs end as failed."""
         self._service_up = False
+        self._before_silence = []
         self.loads.service_lost()
         self.stores.service_lost()
         self.verifier.forget()
@@ -443,6 +470,11 @@ class Planner:
             if inflight != tier.inflight_bytes:
                 raise InternalError(
                     f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
+                )
+            handed = sum(len(one.keys) for one in cascades if i in one.tiers and not one.slots)
+            if handed != tier.handed_over:
+                raise InternalError(
+                    f"{tier.name}: {handed} chunks are handed over, {tier.handed_over} counted"
                 )
 
 

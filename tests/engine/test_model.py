@@ -2,16 +2,22 @@
 """The whole engine against a model: any order of calls and faults, every byte, every pin.
 
 The model knows what bytes each key has in each epoch, and what it has pinned and reserved itself;
-the rest it asks the engine for and compares. Every payload that is loaded is compared whole.
+the rest it asks the engine for and compares. Every payload that is loaded is compared whole. Over
+both carriers; a child process is killed and stopped at random moments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
+import signal
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,9 +28,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.engine import supervisor as supervisor_module
+from kvtier.runtime import messages as m
+from kvtier.runtime.process import ProcessCarrier
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.testing.faults import Script
 from kvtier.types import Lookup, Outcome, RequestContext
+from tests.engine.filed import FiledFaults
 from tests.engine.rig import CHUNK, Rig, key, payload, rig, scripted
 
 PREFIXES = 8
@@ -88,40 +97,95 @@ class Read:
         self.epoch = epoch
 
 
+class ScriptFaults:
+    """Faults of a tier in this process."""
+
+    def __init__(self, name: str) -> None:
+        self.script = Script(name)
+
+    def tier(self) -> dict[str, Any]:
+        return scripted(self.script)
+
+    def fault(self, operation: str, kind: str, outcome: Outcome, keys: Sequence[bytes]) -> None:
+        script = self.script
+        match kind:
+            case "outcome":
+                script.outcomes[operation].append(outcome)
+            case "always":
+                script.always[operation] = outcome
+            case "raise":
+                script.raises[operation] = OSError(5, "eio")
+            case "bug":
+                script.raises[operation] = ZeroDivisionError()
+            case "hang":
+                script.gates[operation].close()
+            case "stubborn":
+                script.stubborn.add(operation)
+                script.gates[operation].close()
+            case "damage":
+                script.damage = b"\xff\x00\xff"
+            case "slow":
+                script.seconds_per_byte = 0.002 / CHUNK
+            case "pending":
+                script.pending.update(keys)
+
+    def heal(self) -> None:
+        script = self.script
+        for operation, gate in script.gates.items():
+            script.outcomes[operation].clear()
+            gate.open()
+        script.always.clear()
+        script.raises.clear()
+        script.stubborn.clear()
+        script.pending.clear()
+        script.damage = None
+        script.seconds_per_byte = 0.0
+
+
 class World:
     """An engine over two scripted tiers, and what must be true of it."""
 
     def __init__(self, **config: Any) -> None:
-        self.scripts = [Script("first"), Script("second")]
+        self.faults = self.make_faults()
         tiers = [
-            scripted(
-                script,
-                namespaced=True,
-                timeout_seconds=0.15,
-                max_inflight_bytes=3 * CHUNK,
-            )
-            for script in self.scripts
+            {
+                **faults.tier(),
+                "namespaced": True,
+                "timeout_seconds": 0.15,
+                "max_inflight_bytes": 3 * CHUNK,
+            }
+            for faults in self.faults
         ]
-        self._exit = contextlib.ExitStack()
-        settings: dict[str, Any] = {
+        self._settings: dict[str, Any] = {
             "slots": SLOTS,
             "tiers": tiers,
             "lookup_timeout_seconds": 0.04,
             "breaker": {"failures": 3, "open_seconds": 0.02},
-        }
-        self._exit.enter_context(mock.patch.object(supervisor_module, "RESTART_SECONDS", 0.005))
-        self._exit.enter_context(mock.patch.object(supervisor_module, "MAX_RESTART_SECONDS", 0.02))
-        self.one: Rig = self._exit.enter_context(rig(**(settings | config)))
-        self.engine = self.one.engine
-        self.epoch = 0
+        } | config
+        self._new_epochs = config.get("on_reset", "new_epoch") == "new_epoch"
+        self._epochs = 0
         self.open: dict[str, tuple[RequestContext, list[bytes]]] = {}
         self.writes: list[Write] = []
         self.orphans: list[Write] = []
         self.reads: list[Read] = []
         self.loaded_chunks = 0
+        self.promoted_chunks = 0
+        self._start()
+
+    def make_faults(self) -> Sequence[ScriptFaults | FiledFaults]:
+        return [ScriptFaults("first"), ScriptFaults("second")]
+
+    def _start(self) -> None:
+        self._exit = contextlib.ExitStack()
+        self._exit.enter_context(mock.patch.object(supervisor_module, "RESTART_SECONDS", 0.005))
+        self._exit.enter_context(mock.patch.object(supervisor_module, "MAX_RESTART_SECONDS", 0.02))
+        self.one: Rig = self._exit.enter_context(rig(**self._settings))
+        self.engine = self.one.engine
+        # A new start has the configuration's own namespace again, whatever resets there were.
+        self.epoch = 0
         self.one.sync()
         assert self.engine.resources is not None
-        self.tasks = self.engine.resources.tasks
+        self.base = self.engine.resources
 
     # What a scheduler does.
 
@@ -197,9 +261,11 @@ class World:
         if not self.reads:
             return
         read = self.reads.pop(0)
+        sources = [self.engine.source(name, read.context) for name in read.keys]
         if finish_first:  # the request ends while its copy runs
             self.open.pop(read.context.request_id, None)
             self.engine.finish_request(read.context)
+        self.promoted_chunks += len(sources) - sources.count("host")
         for name, slot in zip(read.keys, read.slots.tolist(), strict=True):
             found = bytes(self.one.region.slot_view(slot, CHUNK))
             assert found == bytes_of(name, read.epoch), f"wrong bytes for {name.hex()}"
@@ -231,53 +297,33 @@ class World:
         assert expected <= got <= expected | late
         self.orphans += self.writes
         self.writes = []
-        self.epoch += 1
+        if self._new_epochs:
+            self._epochs += 1
+            self.epoch = self._epochs
 
     def step(self) -> None:
         started = time.perf_counter()
         self.one.step()
         assert time.perf_counter() - started < 2.0
 
+    def rest(self, seconds: float) -> None:
+        """Nothing but steps, until all answers are there or the time has passed."""
+        end = time.monotonic() + seconds
+        while not self.engine.idle and time.monotonic() < end:
+            self.step()
+            time.sleep(0.001)
+
     # What goes wrong.
 
     def fault(self, which: int, operation: str, kind: str, outcome: Outcome) -> None:
-        script = self.scripts[which]
-        match kind:
-            case "outcome":
-                script.outcomes[operation].append(outcome)
-            case "always":
-                script.always[operation] = outcome
-            case "raise":
-                script.raises[operation] = OSError(5, "eio")
-            case "bug":
-                script.raises[operation] = ZeroDivisionError()
-            case "hang":
-                script.gates[operation].close()
-            case "stubborn":
-                script.stubborn.add(operation)
-                script.gates[operation].close()
-            case "damage":
-                script.damage = b"\xff\x00\xff"
-            case "slow":
-                script.seconds_per_byte = 0.002 / CHUNK
-            case "pending":
-                script.pending.update(prefix(which)[:2])
+        self.faults[which].fault(operation, kind, outcome, prefix(which)[:2])
 
     def heal(self, which: int) -> None:
-        script = self.scripts[which]
-        for operation, gate in script.gates.items():
-            script.outcomes[operation].clear()
-            gate.open()
-        script.always.clear()
-        script.raises.clear()
-        script.stubborn.clear()
-        script.pending.clear()
-        script.damage = None
-        script.seconds_per_byte = 0.0
+        self.faults[which].heal()
 
     def crash(self) -> None:
         """The service ends all by itself."""
-        for i in range(len(self.scripts)):
+        for i in range(len(self.faults)):
             self.heal(i)  # a thread cannot be killed out of a call that hangs
         carrier = self.engine._supervisor.carrier
         assert isinstance(carrier, ThreadCarrier)
@@ -328,38 +374,165 @@ class World:
             and index.num_free + index.num_ready == SLOTS
         )
 
-    def close(self) -> None:
+    def end_all(self) -> None:
         """Everything comes back."""
+        for i in range(len(self.faults)):
+            self.heal(i)
+        while self.writes:
+            self.end_write(good=True)
+        while self.orphans:
+            self.end_orphan()
+        while self.reads:
+            self.end_read(finish_first=False)
+        while self.open:
+            self.finish(0)
+        self.one.until(self._everything_is_back)
+        self.check()
+
+        asked_at = 0.0
+        self.engine.resources = None  # that of the start, or of the last time
+
+        def quiet() -> bool:
+            nonlocal asked_at
+            got = self.engine.resources
+            if got is not None and self.is_clean(got):
+                return True
+            if time.monotonic() > asked_at + 0.05:
+                # Again: a service that is just ending takes the question with it.
+                asked_at = time.monotonic()
+                self.engine.audit()
+            return False
+
         try:
-            for i in range(len(self.scripts)):
-                self.heal(i)
-            while self.writes:
-                self.end_write(good=True)
-            while self.orphans:
-                self.end_orphan()
-            while self.reads:
-                self.end_read(finish_first=False)
-            while self.open:
-                self.finish(0)
-            self.one.until(self._everything_is_back)
-            self.check()
-
-            asked_at = 0.0
-
-            def quiet() -> bool:
-                nonlocal asked_at
-                got = self.engine.resources
-                if got is not None and got.jobs == 0 and got.tasks <= self.tasks:
-                    return True
-                if time.monotonic() > asked_at + 0.05:
-                    # Again: a service that is just ending takes the question with it.
-                    asked_at = time.monotonic()
-                    self.engine.audit()
-                return False
-
             self.one.until(quiet)
+        except AssertionError as exc:
+            raise AssertionError(f"{self.engine.resources}, at first {self.base}") from exc
+
+    def is_clean(self, got: m.Resources) -> bool:
+        """Whether the service holds no more than at its start."""
+        return got.jobs == 0 and got.tasks <= self.base.tasks
+
+    def reopen(self) -> None:
+        """The model server ends and starts again, over the same media."""
+        try:
+            self.end_all()
         finally:
             self._exit.close()
+        self._start()
+
+    def close(self) -> None:
+        """Everything comes back, and the engine ends."""
+        try:
+            self.end_all()
+        finally:
+            self._exit.close()
+
+
+CRC_THREADS = 2
+"""A service starts them when it first needs them."""
+
+
+class ProcessWorld(World):
+    """The same over a child process, which can be killed at any moment, and stopped.
+
+    Parameters
+    ----------
+    folder : Path
+        For the media of the tiers, which outlive the process, and their faults.
+    chance : Random
+        Decides when it is killed.
+    """
+
+    def __init__(self, folder: Path, chance: random.Random, **config: Any) -> None:
+        self.folder = folder
+        self._chance = chance
+        self._killers: list[threading.Timer] = []
+        self.kills = 0
+        super().__init__(isolation="process", **config)
+
+    def make_faults(self) -> Sequence[FiledFaults]:
+        return [FiledFaults(self.folder, "first"), FiledFaults(self.folder, "second")]
+
+    @property
+    def carrier(self) -> ProcessCarrier:
+        supervisor = self.engine._supervisor
+        assert supervisor is not None
+        assert isinstance(supervisor.carrier, ProcessCarrier)
+        return supervisor.carrier
+
+    def _signal(self, number: int) -> bool:
+        # By its descriptor: the number of a process that was reaped may be another one's.
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.carrier._pidfd, number)
+            return True
+        return False
+
+    def _kill(self) -> None:
+        self.kills += self._signal(signal.SIGKILL)
+
+    def crash(self) -> None:
+        """Killed, now or at some moment soon: in the middle of a call of the owner, perhaps, or
+        while it starts."""
+        if self._chance.random() < 0.3:
+            self._kill()
+            return
+        killer = threading.Timer(self._chance.random() * 0.05, self._kill)
+        self._killers.append(killer)
+        killer.start()
+
+    def wait_ready(self) -> None:
+        """Until a service that is just starting has its tiers open, if they can be opened."""
+        end = time.monotonic() + 1.0
+        while not any(tier.readable for tier in self.engine._tiers) and time.monotonic() < end:
+            self.step()
+            time.sleep(0.005)
+
+    def stall(self) -> None:
+        """Stopped for a while, while the owner goes on."""
+        self._signal(signal.SIGSTOP)
+        try:
+            self._go_on()
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def overload(self) -> None:
+        """Its socket takes nothing for a while."""
+        with mock.patch.object(self.carrier, "send", return_value=False):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        chance = self._chance
+        for _ in range(chance.randrange(20)):
+            self.reserve(chance.randrange(PREFIXES), LENGTH)
+            self.end_write(good=chance.random() < 0.9)
+            self.ask(chance.randrange(PREFIXES), LENGTH)
+            self.end_read(finish_first=chance.random() < 0.5)
+            self.finish(chance.randrange(10))
+            if chance.random() < 0.05:
+                self.reset()
+            self.step()
+            self.check()
+
+    def end_killers(self) -> None:
+        """No process is killed from now on but by another `crash`."""
+        for killer in self._killers:
+            killer.join()
+        self._killers.clear()
+
+    def end_all(self) -> None:
+        self.end_killers()
+        super().end_all()
+
+    def is_clean(self, got: m.Resources) -> bool:
+        return (
+            super().is_clean(got)
+            and got.fds <= self.base.fds
+            and got.threads <= self.base.threads + CRC_THREADS
+        )
+
+    def close(self) -> None:
+        self.end_killers()
+        super().close()
 
 
 class Machine(RuleBasedStateMachine):
@@ -454,10 +627,52 @@ class TestMachine(Machine.TestCase):  # type: ignore[name-defined, misc]  # made
     """The state machine."""
 
 
-def drive(world: World, seed: int, steps: int) -> None:
-    """A long run of weighted random operations; faults come and go."""
-    chance = random.Random(seed)
-    operations: list[tuple[int, Callable[[], None]]] = [
+class ProcessMachine(Machine):
+    """The same over a child process."""
+
+    world: ProcessWorld
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="kvtier-model-")
+        self.world = ProcessWorld(Path(self.folder.name), random.Random(0))
+
+    @rule()
+    def stall(self) -> None:
+        self.world.stall()
+
+    @rule()
+    def overload(self) -> None:
+        self.world.overload()
+
+    @rule()
+    def wait_ready(self) -> None:
+        self.world.wait_ready()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.folder.cleanup()
+
+
+ProcessMachine.TestCase.settings = settings(
+    Machine.TestCase.settings,
+    max_examples=int(os.environ.get("KVTIER_MODEL_PROCESS_EXAMPLES", "12")),
+)
+
+
+@pytest.mark.fault("C17", "C18", "C22", "C23", "K08", "L07")
+class TestProcessMachine(ProcessMachine.TestCase):  # type: ignore[name-defined, misc]  # the same
+    """The state machine over a child process."""
+
+
+def drive(
+    world: World,
+    chance: random.Random,
+    go_on: Callable[[int], bool],
+    more: Sequence[tuple[float, Callable[[], None]]] = (),
+) -> None:
+    """A long run of weighted random operations, and of `more`; faults come and go."""
+    operations: list[tuple[float, Callable[[], None]]] = [
         (10, lambda: world.reserve(chance.randrange(PREFIXES), chance.randint(1, LENGTH))),
         (10, lambda: world.end_write(chance.random() < 0.9)),
         (12, lambda: world.ask(chance.randrange(PREFIXES), chance.randint(1, LENGTH))),
@@ -467,7 +682,8 @@ def drive(world: World, seed: int, steps: int) -> None:
         (20, world.step),
         (4, lambda: time.sleep(0.002)),
         (1, lambda: time.sleep(0.03)),
-        (1, world.reset),
+        # Seldom, or nothing would ever come back from a tier.
+        (0.2, world.reset),
         (1, world.end_orphan),
         (
             3,
@@ -483,25 +699,70 @@ def drive(world: World, seed: int, steps: int) -> None:
                 chance.choice(FAILURES),
             ),
         ),
-        (3, lambda: world.heal(chance.randrange(2))),
+        (6, lambda: world.heal(chance.randrange(2))),
+        # Without pauses the owner would be through before the service has its turn.
+        (4, lambda: world.rest(0.02)),
+        *more,
     ]
     weights = [weight for weight, _ in operations]
-    for number in range(steps):
+    for number in itertools.count():
+        if not go_on(number):
+            break
         chance.choices(operations, weights)[0][1]()
         world.check()
-        while len(world.open) > 12:
+        while len(world.open) > 6:
             world.finish(0)
-        if number % 400 == 399:
-            world.crash()
+        while len(world.reads) > 3:  # or all of host memory is pinned, and nothing is evicted
+            world.end_read(finish_first=False)
 
 
 @pytest.mark.fault("C17", "C18", "C22", "C23", "C24", "K09", "L06", "L07", "L09")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIER_MODEL_SEEDS", "6"))))
 def test_seeded_runs(seed: int) -> None:
     world = World(policy=("lru", "arc")[seed % 2])
+    steps = int(os.environ.get("KVTIER_MODEL_STEPS", "3000"))
     try:
-        drive(world, seed, int(os.environ.get("KVTIER_MODEL_STEPS", "3000")))
+        more = [(0.3, world.crash)]
+        drive(world, random.Random(seed), lambda number: number < steps, more)
         assert world.loaded_chunks > 50
+        assert world.promoted_chunks > 5
+    finally:
+        world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("C17", "C18", "C22", "C23", "C24", "K08", "K09", "L06", "L07", "L09")
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIER_MODEL_PROCESS_SEEDS", "4"))))
+def test_seeded_runs_over_a_child_process(tmp_path: Path, seed: int) -> None:
+    """Its process is killed, stopped and started again all the time, the engine too; it is counted
+    by time, because what takes longest here is the start of processes."""
+    chance = random.Random(seed)
+    end = time.monotonic() + float(os.environ.get("KVTIER_MODEL_PROCESS_SECONDS", "12"))
+    world = ProcessWorld(
+        tmp_path,
+        chance,
+        policy=("lru", "arc")[seed % 2],
+        on_reset=("new_epoch", "keep")[seed // 2 % 2],
+        verify_host=("off", "always")[(seed + 1) // 2 % 2],
+    )
+    more = [
+        (0.1, world.crash),
+        (0.15, world.stall),
+        (0.15, world.overload),
+        (0.05, world.reopen),
+        (0.3, world.wait_ready),
+    ]
+    try:
+        while time.monotonic() < end:
+            drive(world, chance, lambda number: number < 1000, more)
+            # What leaks goes with a process that is killed: the same without, then it is counted.
+            world.end_killers()
+            drive(world, chance, lambda number: number < 300)
+            world.reset()
+            world.end_all()
+        assert world.kills
+        assert world.loaded_chunks > 50
+        assert world.promoted_chunks > 10
     finally:
         world.close()
 
