@@ -122,6 +122,7 @@ class Host:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.driver: Any = None
 
     def start(
         self,
@@ -190,6 +191,14 @@ class Host:
             }
             for output in outputs
         ]
+
+    def drive(self, name: str, **arguments: Any) -> Any:
+        """A method of ``Driver``, which is made at the first call."""
+        from tests.vllm.driver import Driver  # lazy: only where steps are counted
+
+        if self.driver is None:
+            self.driver = Driver(self.llm)
+        return getattr(self.driver, name)(**arguments)
 
     def reset(self, connector: bool = False) -> bool:
         """Empty the device's prefix cache, and kvtier's with `connector`."""
@@ -286,7 +295,7 @@ class Host:
         """Shut vLLM down as a program does that has finished with it."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
-            self.llm = None
+            self.llm = self.driver = None
 
 
 def serve(fd: int) -> None:
