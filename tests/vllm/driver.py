@@ -104,6 +104,12 @@ class Driver:
             self.step()
         return self.schedules - before
 
+    def answer(self, request: str, **asked: Any) -> dict[str, Any]:
+        """One request alone, to its end."""
+        self.add(request, **asked)
+        self.drain()
+        return self.finished[request]
+
     def has_work(self) -> bool:
         """What vLLM's busy loop asks before each step."""
         return bool(self.scheduler.has_requests())
@@ -122,11 +128,18 @@ class Driver:
         """Empty every cache, those of the connector included, in the middle of things."""
         return bool(self.engine.reset_prefix_cache(running, True))
 
-    def step_until(self, what: str, seconds: float = 30.0) -> None:
-        """Step until ``writes`` or ``loads`` are in flight between accelerator and host."""
-        deadline = time.monotonic() + seconds
-        while not getattr(self.manager, f"_{what}"):
-            assert time.monotonic() < deadline, f"no {what}: {self.state()}"
+    def step_until(
+        self, writes: bool = False, file: str | None = None, ended: int = 0, limit: float = 60.0
+    ) -> None:
+        """Step until copies from the accelerator are in flight, a file is there, or so many
+        requests have ended; each as far as it is asked for."""
+        deadline = time.monotonic() + limit
+        while (
+            (writes and not self.manager._writes)
+            or (file is not None and not os.path.exists(file))
+            or len(self.finished) < ended
+        ):
+            assert time.monotonic() < deadline, f"it does not come: {self.state()}"
             self.step()
 
     def state(self) -> dict[str, Any]:

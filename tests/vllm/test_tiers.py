@@ -200,8 +200,9 @@ class Gated:
     def open_gate(self, operation: str) -> None:
         (self.folder / f"close-{operation}").unlink()
 
-    def waits_at(self, operation: str) -> bool:
-        return (self.folder / f"came-{operation}").exists()
+    def step_to(self, operation: str) -> None:
+        """Step until a call waits at a gate."""
+        self.drive("step_until", file=str(self.folder / f"came-{operation}"))
 
     def run(self, request: str, tokens: list[int]) -> dict[str, Any]:
         """One answer, and all steps that vLLM's loop makes for it and after it."""
@@ -256,7 +257,7 @@ def test_a_tier_that_never_stores_costs_no_block_and_no_step(
             state = one.drive("state")
             assert state["free_blocks"] == free
             assert state["blocks"] == {}
-        assert one.waits_at("store")
+        assert (tmp_path / "gates" / "came-store").exists()
         assert state["cascades"] > 0
         # The service is busy and the engine is idle: not one step.
         assert one.drive("idle_for", span=1.0) == {"schedules": 0, "service_idle": False}
@@ -299,13 +300,12 @@ def test_a_promotion_under_way_holds_no_block_and_is_no_hit(
         before = engine.call("manager")["tier_hits"]["gated"]
         one.close_gate("load")
         one.drive("add", request="mine", prompt=mine)
-        one.drive("step", steps=20)
+        one.step_to("load")
+        ended = len(one.drive("state")["finished"])
         for seed in range(20, 23):  # others run meanwhile
             one.drive("add", request=f"other{seed}", prompt=prompt(seed))
-        one.drive("step", steps=60)
-        assert one.waits_at("load")
+        one.drive("step_until", ended=ended + 3)
         state = one.drive("state")
-        assert {"other20", "other21", "other22"} <= set(state["finished"])
         assert "mine" not in state["finished"]
         assert state["blocks"] == {"mine": 0}
         assert state["free_blocks"] == free
@@ -350,12 +350,11 @@ def test_a_reset_in_the_middle_of_everything(
         one.close_gate("load")
         one.close_gate("store")
         one.drive("add", request="waits", prompt=pending)
-        one.drive("step", steps=20)
-        assert one.waits_at("load")
+        one.step_to("load")
         one.drive("add", request="stored", prompt=prompt(4))  # its cascades will hang
-        one.drive("step", steps=20)
+        one.step_to("store")
         one.drive("add", request="running", prompt=running, max_tokens=200)
-        one.drive("step_until", what="writes")
+        one.drive("step_until", writes=True)
         state = one.drive("state")
         assert state["finds"] > 0
         assert state["cascades"] > 0
@@ -386,11 +385,26 @@ def test_the_last_cascade_of_a_burst_needs_no_step(
     with Engine(tmp_path / "log", environment(1)) as engine:
         engine.start(**options(model, own_shm_directory, files))
         one = Gated(engine, tmp_path)
-        for seed in range(3):
-            one.drive("add", request=f"r{seed}", prompt=prompt(seed))
-        one.drive("drain")  # the last step that vLLM's loop makes
-        deadline = time.monotonic() + 10.0
-        while len(list(files.rglob("*.kv"))) < 3 * CHUNKS:
-            assert time.monotonic() < deadline, "the last chunks are not written"
-            time.sleep(0.05)
-        assert one.drive("idle_for", span=0.2)["schedules"] == 0
+
+        def burst(seeds: range) -> None:
+            for seed in seeds:
+                # It ends with its prefill, and its stores come with the last steps of all.
+                one.drive("add", request=f"r{seed}", prompt=prompt(seed), max_tokens=1)
+            one.drive("drain")  # to the last step that vLLM's loop makes
+
+        def wait_for(chunks: int) -> None:
+            deadline = time.monotonic() + 20.0
+            while len(list(files.rglob("*.kv"))) < chunks:
+                assert time.monotonic() < deadline, "the last chunks are not written"
+                time.sleep(0.05)
+            assert one.drive("idle_for", span=0.2)["schedules"] == 0
+
+        # As much as may be on its way to a tier at once: half of host memory.
+        assert 2 * CHUNKS * (256 << 10) == HOST_BYTES // 2
+        burst(range(2))
+        wait_for(2 * CHUNKS)
+        # What is beyond that is put off until the next step.
+        burst(range(2, 5))
+        wait_for(4 * CHUNKS)
+        one.run("next", prompt(77, 100))
+        wait_for(5 * CHUNKS)
