@@ -7,6 +7,7 @@ and not seen the end of. Everything it reads of vLLM is read between steps, on t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import defaultdict
@@ -167,6 +168,15 @@ class Driver:
             "answers": {name: sorted(set(some)) for name, some in self.answers.items()},
             "finished": self.finished,
         }
+
+    def service_fds(self) -> list[str]:
+        """What the descriptors of the tier service's process lead to."""
+        folder = f"/proc/{self.kvtier._supervisor.carrier.pid}/fd"
+        found = []
+        for fd in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # closed just now
+                found.append(os.readlink(f"{folder}/{fd}"))
+        return sorted(found)
 
     def close_accounts(self, seconds: float = 30.0) -> dict[str, Any]:
         """Drain engine and tiers, then prove that nothing is in use; what the service holds."""

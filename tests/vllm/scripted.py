@@ -104,5 +104,9 @@ class FaultyTier(ScriptedTier):
         outcomes = await super().load(items, ctx)
         if self._random.random() < self.options.corrupting:
             item = self._random.choice(items)
-            item.view[self._random.randrange(item.length)] ^= 1 << self._random.randrange(8)
+            if self._random.random() < 0.5:
+                item.view[self._random.randrange(item.length)] ^= 1 << self._random.randrange(8)
+            else:  # whole layers change places
+                half = item.length // 2
+                item.view[:] = bytes(item.view[half:]) + bytes(item.view[:half])
         return outcomes

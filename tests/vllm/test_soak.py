@@ -11,6 +11,7 @@ far outside, which the last part shows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,13 @@ SEED = 20
 SPAN = 60.0
 BOUND = 30.0
 CONVERSATIONS = 64
-TOLERANCE = 0.5
-SMALL = {"blocks": 16, "max_model_len": 1024, "max_num_seqs": 6, "max_num_batched_tokens": 2048}
+TOLERANCE = 0.3
+SMALL = {"blocks": 13, "max_model_len": 1024, "max_num_seqs": 6, "max_num_batched_tokens": 2048}
 """Two long prompts fill the accelerator."""
+
+
+SLACK = {"tasks": 0, "threads": 8, "fds": 0}
+"""The service's pools start their threads when there is work for them."""
 
 
 def judge(cold: Engine, answers: list[dict[str, Any]]) -> list[float]:
@@ -36,7 +41,16 @@ def judge(cold: Engine, answers: list[dict[str, Any]]) -> list[float]:
     return cold.call("judge", answers=answers)
 
 
-@pytest.mark.fault("C01", "C02", "C15", "C22", "C26", "K09", "L07", "L09")
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What the service holds more of than at the start."""
+    return {
+        what: after[what] - before[what]
+        for what in SLACK
+        if after[what] > before[what] + SLACK[what]
+    }
+
+
+@pytest.mark.fault("C02", "C15", "C22", "C26", "K09", "L07", "L09")
 def test_conversations_over_failing_tiers(
     checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
 ) -> None:
@@ -75,7 +89,7 @@ def test_conversations_over_failing_tiers(
         print(found, manager, after["service"], before["service"], len(answers))
 
         # Everything happened that this is about.
-        assert found["conversations"] >= CONVERSATIONS
+        assert found["conversations"] == CONVERSATIONS
         assert found["preemptions"] > 0
         assert found["aborted"] > 0
         assert found["longest"] < BOUND
@@ -92,9 +106,12 @@ def test_conversations_over_failing_tiers(
         assert manager["free"] + manager["ready"] == manager["capacity"]
         assert after["free_blocks"] == free
         assert after["service"]["jobs"] == 0
-        for what in ("tasks", "threads", "fds"):
-            assert after["service"][what] <= before["service"][what] + SLACK[what], what
         assert after["fds"] <= before["fds"]
+        deadline = time.monotonic() + 15.0
+        while (more := grown(before["service"], after["service"])) and time.monotonic() < deadline:
+            time.sleep(0.5)  # a walk of the file tier's own
+            after = engine.call("drive", name="close_accounts")
+        assert not more, (more, engine.call("drive", name="service_fds"))
 
         # The same questions again with every byte in host memory damaged.
         damaged = engine.call("damaged", answers=answers[-20:])
@@ -105,7 +122,3 @@ def test_conversations_over_failing_tiers(
         print("farthest:", sorted(far)[-5:], "differ:", sum(one > 0.05 for one in far))
         assert max(far) < TOLERANCE
         assert max(judge(cold, damaged)) > 2 * TOLERANCE
-
-
-SLACK = {"tasks": 0, "threads": 40, "fds": 4}
-"""The service's pools have started all of their threads by the end."""

@@ -274,7 +274,7 @@ def test_a_tier_that_never_stores_costs_no_block_and_no_step(
         assert time.monotonic() - started < 25.0
 
 
-@pytest.mark.fault("C01", "H05")
+@pytest.mark.fault("H05")
 def test_a_promotion_under_way_holds_no_block_and_is_no_hit(
     model: Path, own_shm_directory: Path, tmp_path: Path
 ) -> None:
