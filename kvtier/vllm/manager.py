@@ -130,12 +130,13 @@ class KVTierManager(OffloadingManager):
     def __init__(self, region: Region, config: Config, *, events: bool = False) -> None:
         self.region = region
         self.engine = Engine(config, region, own_region=True)
+        # Before the start: a level that never changes afterwards is told then and not again.
+        self._stats = StatsOutlet(self.engine)
         try:
             self.engine.open()
         except BaseException:
             region.close()
             raise
-        self._stats = StatsOutlet(self.engine)
         self._events = EventOutlet(self.engine) if events else None
         self._sources = [
             _SOURCES.get(tier.type, CacheHitSource.EXTERNAL_UNSPECIFIED) for tier in config.tiers
