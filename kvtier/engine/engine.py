@@ -3,8 +3,8 @@
 
 Belongs to one thread, the owner's. Owns the index of one region, the planner, the supervisor of the
 tier service and the outlets. A step is: any calls, the first of which takes the service's answers,
-then ``end_step``, which sends what the step has decided. ``commit``, ``finish_request`` and
-``reset`` send as well, because the last one of a burst may be followed by no step at all.
+then ``end_step``, which sends what the step has decided. While there are requests, a step follows.
+``commit`` and ``finish_request`` send as well when there is none left, and so does ``reset``.
 """
 
 from __future__ import annotations
@@ -275,9 +275,13 @@ class Engine:
 
     def source(self, key: bytes, context: RequestContext) -> str:
         """Name of the tier that a request's chunk came from; "host" if it was there."""
-        request = self._planner.requests.get(context.request_id)
-        tier = None if request is None else request.sources.get(key)
+        tier = self.sources(context).get(key)
         return "host" if tier is None else self._tiers[tier].name
+
+    def sources(self, context: RequestContext) -> Mapping[bytes, int]:
+        """The request's chunks that came from a tier, and its position; stays up to date."""
+        request = self._planner.requests.get(context.request_id)
+        return {} if request is None else request.sources
 
     def make_room(self, n: int) -> int:
         """Evict chunks that a tier holds until `n` slots are free; returns how many are.
@@ -301,7 +305,8 @@ class Engine:
     def commit(self, keys: Sequence[bytes], context: RequestContext) -> list[bytes]:
         """The bytes of these chunks are in host memory. Returns those that became READY now."""
         stored = self._planner.commit(keys, context)
-        if stored and self._supervisor is not None:
+        # While there are requests a step follows, whose end sends the cascades of all its commits.
+        if stored and not self._planner.requests:
             self._planner.flush_stores(self._clock())
             self._send()
         return stored
@@ -338,10 +343,19 @@ class Engine:
         has them. They count as used when it finishes."""
         self._planner.request(context).use(keys)
 
-    def finish_request(self, context: RequestContext) -> None:
+    def finish_request(
+        self, context: RequestContext, used: Mapping[bytes, int] | None = None
+    ) -> None:
         """The request has ended: its chunks are touched, prefix first; what it waited for is
-        let go."""
-        self._planner.finish(context)
+        let go.
+
+        Parameters
+        ----------
+        used : mapping of bytes to int, optional
+            End positions of all chunks of the request, where the caller knows them, in place of
+            those that it loaded, stored or touched.
+        """
+        self._planner.finish(context, used)
         if not self._planner.requests:
             self._planner.flush_stores(self._clock())
         self._send()

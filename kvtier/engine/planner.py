@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +96,7 @@ class Planner:
         return not (
             self.loads.finds
             or self.stores.cascades
+            or self.stores.waiting
             or self.verifier.jobs
             or self.state.out
             or self.reset_pending
@@ -243,7 +243,7 @@ class Planner:
         """Chunks are in host memory; they go to the tiers at the next flush."""
         return self.stores.commit(keys, self.requests.get(context.request_id))
 
-    def finish(self, context: RequestContext) -> None:
+    def finish(self, context: RequestContext, used: Mapping[bytes, int] | None = None) -> None:
         """The request has ended: touch what it used, prefix first, and forget it."""
         request = self.requests.pop(context.request_id, None)
         if request is None:
@@ -252,7 +252,10 @@ class Planner:
         self._count(request)
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
-        self._index.touch(_in_order(request.used, context.positions))
+        if used is None:
+            known = context.positions
+            used = {key: known.get(key, -1) for key in request.used}
+        self._index.touch(_in_order(used))
 
     def _count(self, request: Request) -> None:
         """Host hits and misses of the keys looked up in this step, each once a request."""
@@ -263,7 +266,10 @@ class Planner:
             request.counted_absent = len(request.status)
             counted.update(request.status)
         misses = len(counted) - before
-        counted.update(request.hits)
+        if counted:
+            counted.update(request.hits)
+        elif request.hits:
+            counted = request.counted = set(request.hits)
         hits = len(counted) - before - misses
         request.hits.clear()
         if hits:
@@ -464,14 +470,11 @@ class Planner:
                 )
 
 
-def _in_order(used: dict[bytes, None], positions: dict[bytes, int]) -> list[bytes]:
-    """The keys by position, where all are known; else in the order of their first use."""
+def _in_order(used: Mapping[bytes, int]) -> list[bytes]:
+    """The keys by position, where all are known (not -1); else in the order of their first use."""
     keys = list(used)
-    places = list(map(positions.get, keys))
-    if None in places:
-        return keys
-    known = cast("list[int]", places)
+    places = list(used.values())
     # Mostly they are in order already, and comparing numbers costs less than sorting keys.
-    if known != sorted(known):
-        keys.sort(key=positions.__getitem__)
+    if -1 not in places and places != sorted(places):
+        keys.sort(key=used.__getitem__)
     return keys

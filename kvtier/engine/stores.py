@@ -79,6 +79,11 @@ class Stores:
             for group in range(len(self._state.payload_bytes))
         ]
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are new chunks that have been offered to no tier yet."""
+        return bool(self._stored)
+
     def reserve(self, keys: Sequence[bytes], request: Request) -> Reservation:
         """Slots for new chunks of a request."""
         reservation = self._index.reserve(keys)
