@@ -136,7 +136,7 @@ class Driver:
         requests have ended; each as far as it is asked for."""
         deadline = time.monotonic() + limit
         while (
-            (writes and not self.manager._writes)
+            (writes and not self.manager._stores)
             or (file is not None and not os.path.exists(file))
             or len(self.finished) < ended
         ):
@@ -156,7 +156,7 @@ class Driver:
         return {
             "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "blocks": blocks,
-            "writes": len(manager._writes) + len(manager._ended) + len(manager._left_writes),
+            "writes": len(manager._stores) + len(manager._ended) + len(manager._left_stores),
             "loads": len(manager._loads) + len(manager._left_loads),
             "held": loads.held,
             "lent": loads.lent,
