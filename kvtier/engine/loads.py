@@ -75,8 +75,6 @@ class Loads:
         limit = self._state.config.max_hold_bytes // self._state.geometry.slot_bytes
         return max(1, min(limit, self._index.capacity - 1))
 
-    # --- deadlines ---
-
     def wait(self, request: Request, now: float) -> None:
         """The request waits: its deadline runs from its first wait."""
         if request.wait_until is None:
@@ -114,8 +112,6 @@ class Loads:
                 self._leave_line(record)
                 _give_up(record)
 
-    # --- asking ---
-
     def ask(self, key: bytes, request: Request) -> bool:
         """Have the tiers asked for a key at the next flush; False if there is none to ask."""
         if not self._first_absent([key], request):
@@ -146,8 +142,9 @@ class Loads:
             self._known_absent(keys[asked:], request)
             keys = keys[:asked]
         if keys:
-            request.status.update(dict.fromkeys(keys, ASKED))
-            request.fresh.extend(dict.fromkeys(keys))
+            unique = dict.fromkeys(keys, ASKED)
+            request.status.update(unique)
+            request.fresh.extend(unique)
             self.asking[request.context.request_id] = request
         return asked
 
@@ -183,8 +180,6 @@ class Loads:
         left = request.window_left.get(group, window + 1)
         request.window_left[group] = left - 1
         return left > 0
-
-    # --- holds ---
 
     def could_hold(self, request: Request) -> bool:
         """Whether there is anything to hold more chunks with."""
@@ -247,8 +242,6 @@ class Loads:
             )
             self.held -= len(pins)
 
-    # --- at the end of a step ---
-
     def flush(self, now: float) -> None:
         """Lend slots to those in the line, then ask for what is fresh."""
         if self.line:
@@ -309,12 +302,12 @@ class Loads:
         n = min(n, room)
         if n <= 0:
             return [], []
-        slots, generations = self._index.lend(n)
-        pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
-        record.lent.update(pairs)
-        record.granted += len(pairs)
-        self.lent += len(pairs)
-        return [slot for slot, _ in pairs], [generation for _, generation in pairs]
+        lent = self._index.lend(n)
+        slots, generations = lent[0].tolist(), lent[1].tolist()
+        record.lent.update(zip(slots, generations, strict=True))
+        record.granted += len(slots)
+        self.lent += len(slots)
+        return slots, generations
 
     def _enter_line(self, record: FindRecord) -> None:
         # By request: one of which a part came back must not wait behind those that wait for what
@@ -357,8 +350,6 @@ class Loads:
                 self._state.recorder.add("kvtier_hold_refused_total", record.wants)
             self.line.remove(record)
 
-    # --- from the service ---
-
     def take(self, message: m.Found, now: float) -> None:
         """News of a find."""
         record = self.finds.get(message.job)
@@ -384,8 +375,8 @@ class Loads:
         record.present += len(message.present)
         if message.loaded:
             self._adopt(record, message, alive and in_time, now)
-        for i in (*message.absent, *message.failed):
-            status[keys[i]] = GONE
+        gone = [keys[i] for i in (*message.absent, *message.failed)]
+        status.update(dict.fromkeys(gone, GONE))
         if message.final:
             self._leave_line(record)
             request.finds.discard(record.job)
@@ -429,7 +420,13 @@ class Loads:
 
     def _give_back(self, record: FindRecord, slots: Sequence[int], ended: bool = False) -> None:
         if slots:
-            generations = np.array([record.lent.pop(slot) for slot in slots], dtype=np.uint32)
+            if len(slots) == len(record.lent) and list(record.lent) == slots:
+                # All at once: a prompt that no tier has.
+                lent = list(record.lent.values())
+                record.lent.clear()
+            else:
+                lent = [record.lent.pop(slot) for slot in slots]
+            generations = np.array(lent, dtype=np.uint32)
             array = np.array(slots, dtype=np.int64)
             if record.stale:
                 self._index.release(array, generations)

@@ -103,16 +103,12 @@ class Outlets:
                 states.append(TierHealth(tier.name, "down", tier.cause or "the service is down"))
         return states
 
-    # --- from the service ---
-
     def take(self, message: m.Samples | m.Events) -> None:
         """What the service has counted, or what its tiers did by themselves."""
         if isinstance(message, m.Samples):
             self.registry.apply(_samples.decode(message.data), source="service")
         else:
             self.events.emit_many(_events.decode(message.data))
-
-    # --- from the engine ---
 
     def emit(
         self,

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -97,13 +96,12 @@ class Planner:
         return not (
             self.loads.finds
             or self.stores.cascades
+            or self.stores.waiting
             or self.verifier.jobs
             or self.state.out
             or self.reset_pending
             or any(tier.backlog and tier.writable for tier in self._tiers)
         )
-
-    # --- requests ---
 
     def request(self, context: RequestContext) -> Request:
         """The record of a request, made on first sight."""
@@ -245,7 +243,7 @@ class Planner:
         """Chunks are in host memory; they go to the tiers at the next flush."""
         return self.stores.commit(keys, self.requests.get(context.request_id))
 
-    def finish(self, context: RequestContext) -> None:
+    def finish(self, context: RequestContext, used: Mapping[bytes, int] | None = None) -> None:
         """The request has ended: touch what it used, suffix before prefix, and forget it."""
         request = self.requests.pop(context.request_id, None)
         if request is None:
@@ -254,7 +252,10 @@ class Planner:
         self._count(request)
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
-        self._index.touch(_in_order(request.used, context.positions))
+        if used is None:
+            known = context.positions
+            used = {key: known.get(key, -1) for key in request.used}
+        self._index.touch(_in_order(used))
 
     def _count(self, request: Request) -> None:
         """Host hits and misses of the keys looked up in this step, each once a request."""
@@ -265,15 +266,16 @@ class Planner:
             request.counted_absent = len(request.status)
             counted.update(request.status)
         misses = len(counted) - before
-        counted.update(request.hits)
+        if counted:
+            counted.update(request.hits)
+        elif request.hits:
+            counted = request.counted = set(request.hits)
         hits = len(counted) - before - misses
         request.hits.clear()
         if hits:
             self._recorder.add("kvtier_lookup_chunks_total", hits, ("host", "hit"))
         if misses:
             self._recorder.add("kvtier_lookup_chunks_total", misses, ("host", "miss"))
-
-    # --- answers ---
 
     def take(self, message: m.ToOwner, now: float) -> None:
         """An answer of the service."""
@@ -327,8 +329,6 @@ class Planner:
             log.warning("tier %s is down: %s", state.name, cause)
         state.readable, state.writable, state.cause = readable, writable, cause
         self._recorder.set("kvtier_tier_up", float(readable and writable), (state.name,))
-
-    # --- the step ---
 
     def flush(self, now: float) -> None:
         """End of a step: expire, lend, ask, cascade; messages are in ``state.out`` afterwards."""
@@ -388,8 +388,6 @@ class Planner:
                     self._unsent_reset = message
                 case _:
                     log.warning("the service does not take %s", type(message).__name__)
-
-    # --- after the service's end ---
 
     def service_lost(self) -> None:
         """The service has ended and touches nothing any more: its jobs end as failed."""
@@ -472,14 +470,11 @@ class Planner:
                 )
 
 
-def _in_order(used: dict[bytes, None], positions: dict[bytes, int]) -> list[bytes]:
-    """The keys by position, where all are known; else in the order of their first use."""
+def _in_order(used: Mapping[bytes, int]) -> list[bytes]:
+    """The keys by position, where all are known (not -1); else in the order of their first use."""
     keys = list(used)
-    places = list(map(positions.get, keys))
-    if None in places:
-        return keys
-    known = cast("list[int]", places)
+    places = list(used.values())
     # Mostly they are in order already, and comparing numbers costs less than sorting keys.
-    if known != sorted(known):
-        keys.sort(key=positions.__getitem__)
+    if -1 not in places and places != sorted(places):
+        keys.sort(key=used.__getitem__)
     return keys

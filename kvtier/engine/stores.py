@@ -79,7 +79,10 @@ class Stores:
             for group in range(len(self._state.payload_bytes))
         ]
 
-    # --- from the scheduler ---
+    @property
+    def waiting(self) -> bool:
+        """Whether there are new chunks that have been offered to no tier yet."""
+        return bool(self._stored)
 
     def reserve(self, keys: Sequence[bytes], request: Request) -> Reservation:
         """Slots for new chunks of a request."""
@@ -115,8 +118,6 @@ class Stores:
                 for tier in self._tiers:
                     self._put_off(tier, stored)
         return stored
-
-    # --- at the end of a step ---
 
     def flush(self, now: float, idle: bool) -> None:
         """Cascade what was stored, then what had been put off, as far as the bounds allow.
@@ -370,8 +371,6 @@ class Stores:
     def under_way(self, tier: int) -> Iterator[list[bytes]]:
         """Chunks that were sent to a tier which has not answered yet."""
         return (record.keys for record in self.cascades.values() if tier in record.tiers)
-
-    # --- from the service ---
 
     def take(self, message: m.Stored, now: float) -> None:
         """One tier has ended its part of a cascade."""

@@ -99,8 +99,6 @@ class Lane:
         self._reopener: asyncio.Task[None] | None = None
         self._timers: dict[Breaker, asyncio.TimerHandle] = {}
 
-    # --- life ---
-
     async def open(self, deadline: float) -> str:
         """Open the tier: an empty string, or why it is down for now.
 
@@ -195,8 +193,6 @@ class Lane:
     def is_open(self) -> bool:
         """Whether the tier has been opened, and not closed."""
         return self._is_open and not self._closing
-
-    # --- calls ---
 
     async def exists(
         self, keys: Sequence[bytes], ctx: TierContext, stop: asyncio.Future[None]
@@ -313,8 +309,6 @@ class Lane:
         call = await self._call(self.tier.forget(keys), self._clock() + 5.0)
         if call.error is not None:
             log.warning("tier %s could not forget corrupt chunks: %s", self.tier.name, call.error)
-
-    # --- the rest ---
 
     def _refuse(self, breaker: Breaker) -> Outcome | None:
         if self._closing or not self._is_open:

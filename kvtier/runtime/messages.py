@@ -181,14 +181,21 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Resources(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the service holds, for leak checks; answer to ``Audit``."""
 
+    number: int
+    """Of the question."""
     tasks: int
     threads: int
     fds: int
     jobs: int
+    pins: int
+    """That it has been handed, or has taken, and has not given back: as many as stand in the slots'
+    words, once it has read all that the owner has sent."""
 
 
 class Audit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Ask the service for ``Resources``."""
+
+    number: int
 
 
 class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -168,6 +168,7 @@ class TierService:
         self._lanes: list[Lane] = []
         self._left: list[Lane] = []  # closed, but a call into their tier hangs
         self._jobs: dict[int, Job] = {}
+        self._pins = 0  # held in the slots' words
         self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
         self._out: list[m.ToOwner] = []
         self._flush_scheduled = False
@@ -176,8 +177,6 @@ class TierService:
         self._unread_events = 0  # at most, sent and not sent yet
         self.owner_has_read: Callable[[], bool] = lambda: True
         """False while there is something that the owner has not read: samples wait and add up."""
-
-    # --- life ---
 
     def deliver(self, message: m.ToService | None) -> None:
         """A message has come in; None: the owner is gone. On the loop's thread only."""
@@ -310,8 +309,6 @@ class TierService:
         if tasks:
             await asyncio.wait(tasks)
 
-    # --- messages ---
-
     async def _handle(self, message: m.ToService) -> None:
         match message:
             case m.Find():
@@ -330,6 +327,8 @@ class TierService:
                 )
             case m.Cascade():
                 job = self._start_job(message.job)
+                if not message.portion_bytes:
+                    self._pins += len(message.slots)
                 cascade = self._store_backlog if message.portion_bytes else self._cascade
                 job.task = self._tasks.start(
                     self._run_job(message.job, cascade(message, job.stop)),
@@ -337,6 +336,7 @@ class TierService:
                 )
             case m.Verify():
                 job = self._start_job(message.job)
+                self._pins += len(message.slots)
                 job.task = self._tasks.start(
                     self._run_job(message.job, self._verify(message)), f"verify-{message.job}"
                 )
@@ -362,11 +362,13 @@ class TierService:
                 self._emit_samples()
                 self._post(
                     m.Resources(
+                        number=message.number,
                         tasks=len(self._tasks)
                         + sum(lane.tasks for lane in (*self._lanes, *self._left)),
                         threads=threading.active_count(),
                         fds=len(os.listdir("/proc/self/fd")),
                         jobs=len(self._jobs),
+                        pins=self._pins,
                     )
                 )
             case _:
@@ -486,6 +488,7 @@ class TierService:
         for i in range(start, end):
             key, slot, generation = message.keys[i], message.slots[i], message.generations[i]
             if slots.pin_service(slot, generation, key):
+                self._pins += 1
                 pinned[i - start] = self._memory.slot(key, slot, generation)
         items = list(pinned.values())
         settled: list[asyncio.Future[Any]] = []
@@ -522,8 +525,7 @@ class TierService:
     def _unpin(self, items: Sequence[Slot]) -> None:
         for item in items:
             self._memory.slots.unpin_service(item.slot, item.generation)
-
-    # --- answers ---
+            self._pins -= 1
 
     def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         self._post(m.Health(tier, readable, writable, cause))

@@ -16,10 +16,11 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,15 @@ class _Job:
         # What kept the end of the job from being published: always a bug.
         self.broken: BaseException | None = None
         self.started = time.monotonic()
+
+
+class WorkerResources(NamedTuple):
+    """What a worker holds, for leak checks; descriptors and threads are those of its process."""
+
+    fds: int
+    threads: int
+    jobs: int
+    """Jobs whose copies run, and those that vLLM has not been told of."""
 
 
 class TransferWorker(OffloadingWorker):
@@ -171,12 +181,16 @@ class TransferWorker(OffloadingWorker):
             # Bounded by the copies themselves: memory to memory, nothing that can hang.
             self._changed.wait_for(lambda: self._running.keys().isdisjoint(job_ids))
 
+    def resources(self) -> WorkerResources:
+        """What is open and under way now."""
+        with self._changed:
+            jobs = len(self._running) + len(self._finished)
+        return WorkerResources(len(os.listdir("/proc/self/fd")), threading.active_count(), jobs)
+
     def shutdown(self) -> None:
         """End the copies that run, then let go of the region. Idempotent."""
         self._pool.close()
         self.region.close()
-
-    # --- main thread ---
 
     def _blocks_per_chunk(self, group: int) -> int:
         return self.pages.groups[group].blocks_per_chunk
@@ -246,9 +260,8 @@ class TransferWorker(OffloadingWorker):
         real = block_ids != 0
         return self._pool.load(plan, block_ids[real], addresses[real])
 
-    # --- any thread ---
-
     def _part_ended(self, job: _Job, future: Future[int] | None) -> None:
+        """Any thread: the pool's, or the one that submits."""
         with self._changed:
             if future is not None:
                 job.error = job.error or future.exception()

@@ -139,6 +139,7 @@ def test_put_off_chunks_go_in_order_a_part_a_step(gone: set[int], at_once: int) 
         one.engine.on_new_request(one.context())  # without one all would go at once
         names = keys(*range(chunks))
         put_off(one, names)
+        one.after(0.0)
         assert len(state.backlog) == chunks
         assert len(one.engine._index.drop([names[i] for i in gone])) == len(gone)
         state.writable = True
