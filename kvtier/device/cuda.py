@@ -19,7 +19,11 @@ _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TorchMemory:
-    """Buffers are tensors of bytes."""
+    """Buffers are tensors of bytes.
+
+    Whoever made a tensor may have done so in torch's inference mode, which vLLM's worker runs in
+    and its threads do not: outside it such a tensor cannot be written.
+    """
 
     def host(self, memory: memoryview) -> torch.Tensor:
         """The tensor keeps the memory's owner alive."""
@@ -54,15 +58,18 @@ class TorchMemory:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Asynchronous where one side is pinned host memory."""
-        target.copy_(source, non_blocking=True)
+        with torch.inference_mode():
+            target.copy_(source, non_blocking=True)
 
     def gather(self, source: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """One launch."""
-        torch.index_select(source, 0, ids.view(torch.int64), out=rows)
+        with torch.inference_mode():
+            torch.index_select(source, 0, ids.view(torch.int64), out=rows)
 
     def scatter(self, target: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """One launch."""
-        target.index_copy_(0, ids.view(torch.int64), rows)
+        with torch.inference_mode():
+            target.index_copy_(0, ids.view(torch.int64), rows)
 
 
 class CudaDevice(TorchMemory):
@@ -101,7 +108,8 @@ class CudaDevice(TorchMemory):
 
     def pinned(self, size: int) -> torch.Tensor:
         """From torch's allocator of pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        # By name: vLLM makes the GPU the default while it builds a model.
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, address: int, size: int) -> None:
         """``cudaHostRegister``. RuntimeError if it is refused."""

@@ -12,7 +12,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -27,8 +26,6 @@ from kvtier.device.base import CopyEngine
 from kvtier.device.chunks import Chunk
 from kvtier.host.region import Region
 from kvtier.layout.plan import expand_slots
-
-logger = logging.getLogger(__name__)
 
 Work = Sequence[tuple[int, list[Chunk]]]
 """Chunks by group."""
@@ -195,8 +192,6 @@ class Jobs:
 
     def _end(self, job: Job) -> None:
         """Publish the job's numbers, then show the job. Called with the lock held."""
-        if job.error is not None:
-            logger.error("job %d failed: %r", job.job_id, job.error)
         try:
             for number in range(job.first_transfer, job.first_transfer + job.num_transfers):
                 if job.error is not None or number in job.failed:

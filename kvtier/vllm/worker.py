@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from kvtier.device.base import Device
     from kvtier.host.region import Region
     from kvtier.vllm.pages import WorkerPages
+
+logger = logging.getLogger("vllm.kvtier.worker")
 
 
 class TransferWorker(OffloadingWorker):
@@ -66,6 +69,7 @@ class TransferWorker(OffloadingWorker):
     ) -> None:
         self.region = region
         self.pages = pages
+        self.rank = rank
         self.stored_chunks = 0
         self.loaded_chunks = 0
         self.failed_chunks = 0
@@ -117,6 +121,8 @@ class TransferWorker(OffloadingWorker):
         """
         results = []
         for job in self.jobs.take_finished():
+            if job.error is not None:
+                logger.error("kvtier: job %d failed: %r", job.job_id, job.error)
             if job.broken is not None:
                 raise InternalError(f"job {job.job_id} cannot be published") from job.broken
             if job.error is not None and job.is_load:

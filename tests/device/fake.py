@@ -218,7 +218,8 @@ class FakeDevice(TorchMemory):
             if not self._is_accelerator(extent(tensor)):
                 self._check_pinned(extent(tensor))
                 if is_target:
-                    tensor.fill_(POISON)
+                    with torch.inference_mode():
+                        tensor.fill_(POISON)
                 work.host.append((extent(tensor), _bytes(extent(tensor))))
         self._append(work)
 

@@ -267,10 +267,12 @@ class Rig:
     def model_writes(self, group: int, blocks: Sequence[int], value: int) -> None:
         """Queue, behind work that takes its time, that the model writes `blocks`."""
         tensors = self.tensors[group]
+        # Made before the work that takes its time: the copy of a list would wait for it.
+        index = torch.tensor(list(blocks), device=tensors[0].device)
 
         def write() -> None:
             for tensor in tensors:
-                tensor[list(blocks)] = value
+                tensor.index_fill_(0, index, value)
 
         if self.is_fake:
             self.device.queue("model writes", write, writes=lambda: self._ranges(group, blocks))
@@ -281,11 +283,12 @@ class Rig:
     def model_reads(self, group: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """Queue that the model reads `blocks`: what it sees, once ``model_ends``."""
         tensors = self.tensors[group]
+        index = torch.tensor(list(blocks), device=tensors[0].device)
         seen = [torch.zeros_like(tensor[list(blocks)]) for tensor in tensors]
 
         def read() -> None:
             for tensor, copy in zip(tensors, seen, strict=True):
-                copy.copy_(tensor[list(blocks)])
+                torch.index_select(tensor, 0, index, out=copy)
 
         if self.is_fake:
             self.device.queue("model reads", read, reads=lambda: self._ranges(group, blocks))
@@ -309,6 +312,19 @@ class Rig:
 
 def ints(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+class LimitedCuda(CudaDevice):
+    """A GPU that refuses registrations, as the fake device does."""
+
+    register_limit = 1 << 30
+    count = 0
+
+    def register(self, address: int, size: int) -> None:
+        if self.count >= self.register_limit:
+            raise RuntimeError("cudaHostRegister: as many as there may be")
+        self.count += 1
+        super().register(address, size)
 
 
 class SlowPool:
@@ -344,10 +360,8 @@ def slow_pool(rig: Rig) -> None:
 @contextlib.contextmanager
 def make_rig(kind: str, layout: str | Layout = "opaque", **settings: Any) -> Iterator[Rig]:
     """A rig on the device of a kind: "fake" or "cuda"."""
-    register_limit = settings.pop("register_limit", None)
-    device: Any = FakeDevice() if kind == "fake" else CudaDevice(torch.device("cuda", 0))
-    if register_limit is not None:
-        device.register_limit = register_limit
+    device: Any = FakeDevice() if kind == "fake" else LimitedCuda(torch.device("cuda", 0))
+    device.register_limit = settings.pop("register_limit", device.register_limit)
     with tempfile.TemporaryDirectory(prefix="kvt-test-", dir="/dev/shm") as directory:
         rig = Rig(
             directory, device, LAYOUTS[layout] if isinstance(layout, str) else layout, **settings

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from tests.device.rig import BLOCKS, LAYOUTS, Rig, make_rig
 
@@ -20,20 +21,13 @@ KINDS = [
     pytest.param("cuda", marks=[pytest.mark.needs("torch-cuda"), pytest.mark.leaves("CUDA")]),
 ]
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "pinned": {},
     "small staging": {"staging_bytes": 1},
     "half pinned": {"piece_bytes": 1, "register_limit": 3},
     "not pinned": {"register_limit": 0},
 }
 """Ways for bytes to go: settings of the rig. Staging of one byte has one row."""
-
-
-def ways(kind: str, way: str) -> dict[str, Any]:
-    settings = dict(WAYS[way])
-    if kind == "cuda" and settings.pop("register_limit", None) is not None:
-        pytest.skip("registrations of a real device are not refused at will")
-    return settings
 
 
 def store_some(rig: Rig) -> list[tuple[int, list[int], list[list[int]]]]:
@@ -62,7 +56,7 @@ def flat(parts: Any) -> list[tuple[int, list[int], list[int]]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_come_back_to_other_places(kind: str, name: str, way: str) -> None:
     for blocks_per_chunk in (1, 3):
-        with make_rig(kind, name, blocks_per_chunk=blocks_per_chunk, **ways(kind, way)) as rig:
+        with make_rig(kind, name, blocks_per_chunk=blocks_per_chunk, **WAYS[way]) as rig:
             assert tuple(rows.whole for rows, _ in rig.engine._groups) == rig.layout.whole
             there_and_back(rig)
 
@@ -126,7 +120,7 @@ def fill_turns(rig: Rig, parts: Any) -> None:
 def test_a_chunk_without_its_first_blocks_fails_alone_and_is_zeroed(
     kind: str, name: str, way: str
 ) -> None:
-    with make_rig(kind, name, blocks_per_chunk=4, **ways(kind, way)) as rig:
+    with make_rig(kind, name, blocks_per_chunk=4, **WAYS[way]) as rig:
         rig.finish(rig.store((0, [0, 1], range(1, 9))))
         second = rig.expected(0, 1, [11, 12, 13, 14])
         assert any(rig.slot(0))
@@ -141,7 +135,7 @@ def test_a_chunk_without_its_first_blocks_fails_alone_and_is_zeroed(
 @pytest.mark.parametrize("name", ["halves", "part of the heads"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_load_from_inside_a_chunk_touches_nothing_else(kind: str, name: str, way: str) -> None:
-    with make_rig(kind, name, blocks_per_chunk=4, **ways(kind, way)) as rig:
+    with make_rig(kind, name, blocks_per_chunk=4, **WAYS[way]) as rig:
         rig.finish(rig.store((0, [5, 6], range(1, 9))))
         before = [rig.local(0, block) for block in range(BLOCKS)]
         # From the third block on; the fourth one is a place that nothing reads.
@@ -197,6 +191,15 @@ def test_many_jobs_in_a_row(kind: str) -> None:
                 assert rig.slot(slot) == rig.expected(0, slot, [block])
             for block, slot in ((36, 8), (37, 9), (38, 10), (39, 11)):
                 assert rig.local(0, block) == rig.local(0, wanted[slot])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_may_come_from_inference_mode(kind: str) -> None:
+    for name in ("halves", "part of the heads"):
+        with contextlib.ExitStack() as stack:
+            with torch.inference_mode():
+                rig = stack.enter_context(make_rig(kind, name))
+            there_and_back(rig)
 
 
 @pytest.mark.parametrize("kind", KINDS)
