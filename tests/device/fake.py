@@ -131,6 +131,8 @@ class FakeDevice(TorchMemory):
         Slept by every wait for work that has not been done yet: copies that take their time.
     gate : threading.Event
         While it is clear, such waits do not end.
+    gates : dict of int to threading.Event
+        The same for single streams, by number.
     fail_copies : set of int
         Copies, counted from 0 over all streams, that are refused when they are queued.
     register_limit : int
@@ -156,6 +158,7 @@ class FakeDevice(TorchMemory):
         self.delay_seconds = 0.0
         self.gate = threading.Event()
         self.gate.set()
+        self.gates: dict[int, threading.Event] = {}
         self.waiting = threading.Event()
         self._current = threading.local()
 
@@ -287,7 +290,7 @@ class FakeDevice(TorchMemory):
             self.waiting.set()
             if self.delay_seconds:
                 time.sleep(self.delay_seconds)
-            assert self.gate.wait(30)
+            assert self.gates.get(mark.stream.number, self.gate).wait(30)
         with self.lock:
             self._run_until(mark)
             merge(self.host_clock, mark.clock)

@@ -168,6 +168,25 @@ def shutdown_carries_out_what_was_submitted(make: Make) -> None:
                 rig.engine.load(0, ints([]), ints([]).astype("uint64"))
 
 
+def test_copies_end_out_of_order() -> None:
+    for name, settings in WAYS:
+        with make(name, **settings) as rig:
+            rig.finish(rig.store((0, [5], [6])))
+            rank = rig.layout.rank
+            gate = rig.device.gates[rig.engine._stores._stream.number] = threading.Event()
+            wanted = rig.expected(0, 0, [1])
+            late = rig.store((0, [0], [1]))
+            early = rig.load((0, [5], [20]))
+            rig.finish(early)
+            assert rig.local(0, 20) == rig.local(0, 6)
+            # The rank's line is a water mark: the store has the lower number.
+            assert rig.region.finished(rank) == 0
+            gate.set()
+            rig.finish(late)
+            assert rig.region.finished(rank) == 2
+            assert rig.slot(0) == wanted
+
+
 SCENARIOS = (
     a_store_follows_the_model,
     a_load_follows_the_model,

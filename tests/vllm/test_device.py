@@ -145,3 +145,23 @@ def test_where_tensors_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in ({other}, {host, gpu}, {gpu, torch.device("cuda", 1)}):
         with pytest.raises(ConfigError):
             usable_device(devices)
+
+
+def test_tensors_of_a_gpu_get_side_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch  # lazy: as above
+
+    from kvtier.device.streams import StreamEngine  # lazy: as above
+    from tests.device.fake import FakeDevice  # lazy: as above
+
+    made: list[Any] = []
+
+    def device(where: torch.device) -> FakeDevice:
+        made.append(where)
+        return FakeDevice()
+
+    gpu = torch.device("cuda", 3)
+    monkeypatch.setattr("kvtier.vllm.pages.usable_device", lambda devices: gpu)
+    monkeypatch.setattr("kvtier.vllm.worker.CudaDevice", device)
+    with rig() as world:
+        assert isinstance(world.workers[0].jobs.engine, StreamEngine)
+    assert made == [gpu]
