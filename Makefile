@@ -57,7 +57,7 @@ checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invari
 		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm and not timed" $(TEST_ARGS)
 	@echo "left out of this build: the tests with vLLM and those of speeds (marked vllm, timed); make test runs them"
 
-benchmarks: setup $(VENV)/.dev ## all micro-benchmarks, one JSON line each
+benchmarks: setup $(VENV)/.vllm ## all benchmarks, vLLM's own parts beside them, as one page
 	$(BIN)/python -m benchmarks
 
 deps-ci: ## Debian packages that the full test run needs (root)

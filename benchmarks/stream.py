@@ -242,7 +242,7 @@ class KVTier(System):
     @property
     def put_off(self) -> int:
         """Chunks that wait until the file tier takes more."""
-        return sum(len(tier.backlog) for tier in self.engine._tiers)
+        return sum(len(tier.backlog) + tier.handed_over for tier in self.engine._tiers)
 
     def drain(self) -> None:
         """End every request."""

@@ -35,7 +35,7 @@ _HEAD = """\
 
 kvtier serves these at its own port (`metrics.port`, page `/metrics`), in Prometheus' text format;
 `/healthz` beside it has one line for all and one JSON object a tier. Inside vLLM
-there is neither yet: vLLM's endpoint shows no metric of kvtier. Values are in base units: seconds,
+they are at vLLM's own `/metrics` as well. Values are in base units: seconds,
 bytes, ratios from 0 to 1. The tier `host` is host memory. A gauge that nobody has set yet is
 absent, not 0. Made from `kvtier/obs/table.py` by `python -m tests.pages`.
 

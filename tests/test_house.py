@@ -16,6 +16,7 @@ BAD_TESTS = """
 import asyncio, os, subprocess, sys, threading
 import pytest
 from hypothesis import given, settings, strategies as st
+from kvtier.host import files
 
 KEEP = []
 RELEASE = threading.Event()
@@ -30,8 +31,12 @@ def test_process():
     KEEP.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
 
 def test_region_file():
-    path = f"/dev/shm/kvtier-{os.getuid()}-house-{os.getpid()}"
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    # Locked before it has a name, like a region: else whoever sweeps beside this run removes it.
+    fd = files.create_nameless("/dev/shm")
+    files.try_lock(fd, exclusive=False)
+    files.link(fd, f"/dev/shm/kvtier-{os.getuid()}-house-{os.getpid()}")
+    KEEP.append(fd)
+    files.sweep()
 
 @pytest.mark.asyncio
 async def test_task():

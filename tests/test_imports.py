@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvtier.vllm", "kvtier.bench", "kvtier.testing"),
 )  # fmt: skip
 """From the bottom. A module imports from its own layer and from those below."""
+
+RULER = re.compile(r"^ *# ?(-{3}|={3})", re.MULTILINE)
 
 EXCEPTIONS = {
     # The core raises the errors and speaks the constants of everybody; these two import nothing.
@@ -163,6 +166,13 @@ def test_every_file_starts_with_its_licence_and_its_job() -> None:
         assert first == "# SPDX-License-Identifier: Apache-2.0", name
         if rest.strip() or not package:
             assert ast.get_docstring(ast.parse(source)), f"{name} does not say what it does"
+
+
+def test_no_file_is_divided_by_rulers() -> None:
+    """A module that needs them has two jobs."""
+    for name, (source, _) in sources().items():
+        assert not RULER.search(source), name
+    assert RULER.search("class A:\n    # --- life ---\n")
 
 
 PROBE = """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shortest index that behaves like `index.pyx`: oracle of its tests, never used at run time.
+"""Shortest twins of `slots.pyx` and `index.pyx`: oracles of their tests, never used at run time.
 
-Owns plain dictionaries; any thread. Slots have no numbers here: what is compared is which keys are
+Own plain lists and dictionaries; any thread. `PureSlots` has the words of the slots and is told
+which slot the index chose. In `PureIndex` slots have no numbers: what is compared is which keys are
 there, in which state, and which go in which order. Costs are linear on purpose.
 """
 
@@ -9,9 +10,92 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-WRITING, READY = 1, 2
+FREE, WRITING, READY, ORPHAN = range(4)
+OWNER, SERVICE = 0, 1
+
+
+@dataclass
+class PureSlot:
+    """One record; `pins` has the fields of OWNER and SERVICE."""
+
+    state: int = FREE
+    generation: int = 0
+    key: bytes = b""
+    crc: int | None = None
+    unsaved: bool = False
+    pins: list[int] = field(default_factory=lambda: [0, 0])
+
+
+class PureSlots:
+    """`SlotTable` over `num_slots` slots, with the changes of words that `Index` makes in it."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = [PureSlot() for _ in range(num_slots)]
+        self.table: dict[bytes, int] = {}
+
+    def find(self, key: bytes) -> int:
+        return self.table.get(key, -1)
+
+    def state(self, key: bytes) -> int:
+        """Of a key: FREE where the table does not have it."""
+        return self.slots[self.table[key]].state if key in self.table else FREE
+
+    def write(self, slot: int, key: bytes, unsaved: bool) -> None:
+        """FREE to WRITING; a slot that is lent has no key (b"") until it is READY."""
+        one = self.slots[slot]
+        assert one.state == FREE, "a slot in use is given away"
+        one.state, one.key, one.crc, one.unsaved = WRITING, key, None, unsaved
+        if key:
+            self.table[key] = slot
+
+    def ready(self, slot: int, key: bytes, crc: int | None, unsaved: bool) -> None:
+        one = self.slots[slot]
+        assert one.state == WRITING
+        one.state, one.key, one.crc, one.unsaved = READY, key, crc, unsaved
+        self.table[key] = slot
+
+    def free(self, slot: int, state: int) -> None:
+        """From `state`, and only without pins, to FREE in the next generation."""
+        one = self.slots[slot]
+        assert (one.state, one.pins) == (state, [0, 0]), "a slot in use is freed"
+        one.state, one.generation = FREE, (one.generation + 1) % 2**32
+        if self.table.get(one.key) == slot:
+            del self.table[one.key]
+
+    def clear(self) -> list[int]:
+        """Slots in flight; a pinned chunk becomes an ORPHAN, a writer's slot stays WRITING."""
+        self.table.clear()
+        for slot, one in enumerate(self.slots):
+            if one.state == READY and one.pins == [0, 0]:
+                self.free(slot, READY)
+            elif one.state == READY:
+                one.state = ORPHAN
+        return [slot for slot, one in enumerate(self.slots) if one.state != FREE]
+
+    def pin(self, slot: int, generation: int, side: int, key: bytes) -> bool:
+        one = self.slots[slot]
+        fits = (one.state, one.generation, one.key) == (READY, generation, key)
+        one.pins[side] += fits
+        return fits
+
+    def unpin(self, slot: int, generation: int, side: int) -> bool:
+        one = self.slots[slot]
+        held = one.generation == generation and one.pins[side] > 0
+        one.pins[side] -= held
+        return held
+
+    def is_ready(self, slot: int, generation: int) -> bool:
+        """Whether a note of the service (checksum, saved) still means this chunk."""
+        one = self.slots[slot]
+        return (one.state, one.generation) == (READY, generation)
+
+    def clear_service_pins(self, start: int, stop: int) -> int:
+        taken = sum(one.pins[SERVICE] for one in self.slots[start:stop])
+        for one in self.slots[start:stop]:
+            one.pins[SERVICE] = 0
+        return taken
 
 
 @dataclass

@@ -46,7 +46,6 @@ class Index:
         track_unsaved: bool = False,
     ) -> None: ...
 
-    # --- counters, O(1) ---
     capacity: int
     """Slots made available so far (``grow``)."""
     num_free: int
@@ -68,7 +67,6 @@ class Index:
     def grow(self, num_slots: int) -> None:
         """Slots [capacity, num_slots) have memory behind them now and become FREE."""
 
-    # --- lookups ---
     def lookup(self, key: bytes, /) -> int:
         """0 absent, 1 WRITING, 2 READY. No allocation."""
     def lookup_batch(self, keys: Sequence[bytes]) -> tuple[int, bytes]:
@@ -76,7 +74,6 @@ class Index:
     def locate(self, key: bytes) -> tuple[int, int] | None:
         """(slot, generation) of a READY or WRITING key."""
 
-    # --- storing ---
     def reserve(self, keys: Sequence[bytes]) -> Reservation:
         """Slots in WRITING for the longest leading part of the absent keys that fits.
 
@@ -88,7 +85,6 @@ class Index:
     def abort(self, keys: Sequence[bytes]) -> int:
         """WRITING back to FREE; keys in other states are left alone. Returns how many."""
 
-    # --- reading ---
     def pin(self, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """Pin READY chunks for the owner: slots and generations, in order.
 
@@ -106,7 +102,6 @@ class Index:
         Absent keys are passed over.
         """
 
-    # --- secondary tiers ---
     def pin_for_service(
         self, keys: Sequence[bytes]
     ) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
@@ -130,8 +125,6 @@ class Index:
     def oldest_unsaved(self, n: int) -> list[bytes]:
         """Up to `n` unsaved READY keys, the next victims first."""
     def mark_saved(self, keys: Sequence[bytes]) -> None: ...
-
-    # --- removal ---
     def drop(self, keys: Sequence[bytes]) -> list[bytes]:
         """Remove READY chunks without pins; returns the keys that went."""
     def clear(self) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.uint32]]:

@@ -20,6 +20,7 @@ class SlotTable:
     """View of the slot records and the key table inside a mapped region.
 
     Any process may read and pin through it; only the owner writes keys (through ``Index``).
+    Methods raise IndexError for a slot that is out of range.
     Every change of a slot's word is a compare-and-swap. Readers of the key table are lock-free:
     they may miss a key that is being moved, never find a wrong one.
 
@@ -37,8 +38,6 @@ class SlotTable:
 
     num_slots: int
     def __init__(self, records: Buffer, table: Buffer, num_slots: int) -> None: ...
-
-    # --- reading; slot out of range raises IndexError ---
     def find(self, key: bytes) -> int:
         """Slot of `key` in state READY or WRITING, or -1."""
     def state(self, slot: int) -> int: ...
@@ -53,7 +52,6 @@ class SlotTable:
     def unsaved(self, slot: int) -> bool:
         """Whether no secondary tier holds the chunk yet."""
 
-    # --- service side ---
     def pin_service(self, slot: int, generation: int, key: bytes) -> bool:
         """Pin `slot` for the service if it is READY with `generation` and holds `key`."""
     def unpin_service(self, slot: int, generation: int) -> None:

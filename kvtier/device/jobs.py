@@ -89,6 +89,11 @@ class Jobs:
         self._running: dict[int, Job] = {}
         self._finished: deque[Job] = deque()
 
+    def __len__(self) -> int:
+        """Jobs whose copies run, and those that have not been taken."""
+        with self._changed:
+            return len(self._running) + len(self._finished)
+
     def open(self) -> None:
         """Start the engine."""
         self.engine.open()
@@ -129,8 +134,6 @@ class Jobs:
         with self._changed:
             # Bounded by the copies themselves: memory to memory, nothing that can hang.
             self._changed.wait_for(lambda: self._running.keys().isdisjoint(job_ids))
-
-    # --- calling thread ---
 
     def _places(
         self, group: int, chunks: Sequence[Chunk]
@@ -178,9 +181,8 @@ class Jobs:
         real = block_ids != 0
         return self.engine.load(group, block_ids[real], addresses[real])
 
-    # --- any thread ---
-
     def _part_ended(self, job: Job, future: Future[int] | None) -> None:
+        """Any thread: the engine's, or the one that submits."""
         with self._changed:
             if future is not None:
                 job.error = job.error or future.exception()

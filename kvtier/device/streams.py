@@ -210,9 +210,8 @@ class _Direction:
         self._staging = self._ids = self._bounce = self._host_ids = self._ids_array = None
         self._region_buffer = None
 
-    # --- this direction's thread ---
-
     def _run(self) -> None:
+        """The direction's thread, with all below."""
         release_affinity()
         with self._device.on(self._stream):
             while (batch := self._queue.get()) is not None:

@@ -92,8 +92,6 @@ class Cache:
         """The scheduler-facing side of the same cache."""
         return self._engine
 
-    # --- calls ---
-
     async def store(
         self, chunks: Mapping[bytes, Buffer], *, request_id: str | None = None
     ) -> StoreResult:
@@ -267,8 +265,6 @@ class Cache:
         """All series in Prometheus' text format."""
         self._engine.publish_metrics()
         return self._engine.registry.render()
-
-    # --- inside ---
 
     @contextlib.contextmanager
     def _call(self, request_id: str | None) -> Iterator[RequestContext]:

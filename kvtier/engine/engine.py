@@ -3,8 +3,8 @@
 
 Belongs to one thread, the owner's. Owns the index of one region, the planner, the supervisor of the
 tier service and the outlets. A step is: any calls, the first of which takes the service's answers,
-then ``end_step``, which sends what the step has decided. ``commit``, ``finish_request`` and
-``reset`` send as well, because the last one of a burst may be followed by no step at all.
+then ``end_step``, which sends what the step has decided. While there are requests, a step follows.
+``commit`` and ``finish_request`` send as well when there is none left, and so does ``reset``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvtier._core.index import Reservation
 from kvtier._core.slots import READY
 from kvtier.config import Config
-from kvtier.engine.forked import AfterFork, Forked
+from kvtier.engine.forked import OPEN_ENGINES, Forked
 from kvtier.engine.outlets import EngineStats, Outlets
 from kvtier.engine.planner import Planner
 from kvtier.engine.state import tier_states
@@ -113,11 +113,8 @@ class Engine:
         self._closed = False
         self._now = clock()
         self._metrics_at = 0.0
-        # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
-        os.register_at_fork(after_in_child=AfterFork(self))
         self.resources: m.Resources | None = None
-
-    # --- life ---
+        self._audits = 0
 
     def open(self) -> None:
         """Start the tier service and wait for the tiers' self-tests.
@@ -127,6 +124,8 @@ class Engine:
         ConfigError
             A tier says that something has to be changed; the service has been ended again.
         """
+        # A forked child does not have the region's memory: one touch of it would be a SIGSEGV.
+        OPEN_ENGINES.add(self)
         self._grow()
         self.publish_metrics()
         try:
@@ -134,6 +133,7 @@ class Engine:
             if self._supervisor is not None:
                 self._supervisor.open(self._tiers)
         except BaseException:
+            OPEN_ENGINES.discard(self)
             self._outlets.close()
             raise
         padding = ", ".join(
@@ -168,6 +168,7 @@ class Engine:
             self._save_unsaved()
         finally:
             self._closed = True
+            OPEN_ENGINES.discard(self)
             error = ""
             if self._supervisor is not None:
                 error = self._supervisor.close(self._clock() + deadline_seconds)
@@ -190,7 +191,9 @@ class Engine:
                 came.clear()
                 self.poll()
                 self.end_step()
-                if not self._planner.stores.cascades and not any(t.backlog for t in self._tiers):
+                if not self._planner.stores.cascades and not any(
+                    tier.backlog or tier.refused for tier in self._tiers
+                ):
                     break
                 came.wait(min(0.2, max(0.0, deadline - self._clock())))
         finally:
@@ -203,8 +206,6 @@ class Engine:
         """Have `wake` called, from any thread, when ``poll`` has something to take."""
         if self._supervisor is not None:
             self._supervisor.on_message(wake)
-
-    # --- lookups ---
 
     def on_new_request(self, context: RequestContext) -> None:
         """A request has come; optional, the first call that names it does the same."""
@@ -274,11 +275,13 @@ class Engine:
 
     def source(self, key: bytes, context: RequestContext) -> str:
         """Name of the tier that a request's chunk came from; "host" if it was there."""
-        request = self._planner.requests.get(context.request_id)
-        tier = None if request is None else request.sources.get(key)
+        tier = self.sources(context).get(key)
         return "host" if tier is None else self._tiers[tier].name
 
-    # --- transfers of the accelerator ---
+    def sources(self, context: RequestContext) -> Mapping[bytes, int]:
+        """The request's chunks that came from a tier, and its position; stays up to date."""
+        request = self._planner.requests.get(context.request_id)
+        return {} if request is None else request.sources
 
     def make_room(self, n: int) -> int:
         """Evict chunks that a tier holds until `n` slots are free; returns how many are.
@@ -302,7 +305,8 @@ class Engine:
     def commit(self, keys: Sequence[bytes], context: RequestContext) -> list[bytes]:
         """The bytes of these chunks are in host memory. Returns those that became READY now."""
         stored = self._planner.commit(keys, context)
-        if stored and self._supervisor is not None:
+        # While there are requests a step follows, whose end sends the cascades of all its commits.
+        if stored and not self._planner.requests:
             self._planner.flush_stores(self._clock())
             self._send()
         return stored
@@ -339,17 +343,26 @@ class Engine:
         has them. They count as used when it finishes."""
         self._planner.request(context).use(keys)
 
-    def finish_request(self, context: RequestContext) -> None:
+    def finish_request(
+        self, context: RequestContext, used: Mapping[bytes, int] | None = None
+    ) -> None:
         """The request has ended: its chunks are touched, prefix first; what it waited for is
-        let go."""
-        self._planner.finish(context)
+        let go.
+
+        Parameters
+        ----------
+        used : mapping of bytes to int, optional
+            End positions of all chunks of the request, where the caller knows them, in place of
+            those that it loaded, stored or touched.
+        """
+        self._planner.finish(context, used)
+        if not self._planner.requests:
+            self._planner.flush_stores(self._clock())
         self._send()
 
     def release(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> int:
         """Slots that were in WRITING at a reset, and whose writer has ended since."""
         return self._index.release(slots, generations)
-
-    # --- the step ---
 
     def end_step(self) -> None:
         """Once a scheduler step, after its last lookup."""
@@ -402,13 +415,12 @@ class Engine:
             case m.Samples() | m.Events():
                 self._outlets.take(message)
             case m.Resources():
-                self.resources = message
+                if message.number == self._audits:  # not an answer to an earlier question
+                    self.resources = message
             case m.Closed():
                 log.error("the tier service has ended by itself: %s", message.error or "no error")
             case _:
                 self._planner.take(message, self._now)
-
-    # --- reset ---
 
     def reset(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """Forget every chunk, here and (``on_reset: new_epoch``) in the tiers, without waiting.
@@ -427,8 +439,6 @@ class Engine:
         self._flush()
         return orphans
 
-    # --- metrics ---
-
     def publish_metrics(self) -> None:
         """Bring the registry up to date. ``end_step`` does it twice a second."""
         self._outlets.publish(self._index, self._planner)
@@ -444,8 +454,9 @@ class Engine:
         Its metrics come with it. For leak checks.
         """
         self.resources = None
+        self._audits += 1
         if self._supervisor is not None and self._supervisor.up:
-            self._supervisor.carrier.send([m.Audit()])
+            self._supervisor.carrier.send([m.Audit(self._audits)])
 
     @property
     def idle(self) -> bool:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of an engine in a forked child, which does not have the region's memory.
+"""What becomes of the engines of a process in a forked child, which does not have their memory.
 
-Owns nothing. Runs in the child, on the thread that forked.
+Owns one hook a process, from its first open engine on. It runs in the child, on the thread that
+forked; ``add`` and ``discard`` are called by any thread.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any, NoReturn, Protocol
 
@@ -16,16 +18,32 @@ class _Engine(Protocol):
     def disown(self) -> None: ...
 
 
-class AfterFork:
-    """Takes the forked child's engine out of use; must not keep the engine alive."""
+class OpenEngines:
+    """The open engines of this process; keeps none of them alive."""
 
-    def __init__(self, engine: _Engine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self) -> None:
+        self._engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
+        self._watching = False
 
-    def __call__(self) -> None:
-        engine = self._engine()
-        if engine is not None:
+    def add(self, engine: _Engine) -> None:
+        """From now on a forked child finds `engine` out of use."""
+        self._engines.add(engine)
+        if not self._watching:
+            self._watching = True
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def discard(self, engine: _Engine) -> None:
+        """It is closed."""
+        self._engines.discard(engine)
+
+    def _after_fork(self) -> None:
+        engines, self._engines = list(self._engines), weakref.WeakSet()
+        for engine in engines:
             engine.disown()
+
+
+OPEN_ENGINES = OpenEngines()
+# State of a whole process: a hook cannot be taken back, so that one for each engine would pile up.
 
 
 class Forked:

@@ -55,6 +55,9 @@ class Loads:
         """Finds that want slots, those of older requests first."""
         self.asking: dict[str, Request] = {}
         """Requests with fresh keys."""
+        self.asked_at = math.inf
+        """When the first find went out to which the service has said nothing yet, nor anything
+        else since."""
         self._state = state
         self._index = state.index
         self._tiers = state.tiers
@@ -71,8 +74,6 @@ class Loads:
         """Slots that held and lent ones may take together."""
         limit = self._state.config.max_hold_bytes // self._state.geometry.slot_bytes
         return max(1, min(limit, self._index.capacity - 1))
-
-    # --- deadlines ---
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: its deadline runs from its first wait."""
@@ -111,8 +112,6 @@ class Loads:
                 self._leave_line(record)
                 _give_up(record)
 
-    # --- asking ---
-
     def ask(self, key: bytes, request: Request) -> bool:
         """Have the tiers asked for a key at the next flush; False if there is none to ask."""
         if not self._first_absent([key], request):
@@ -143,8 +142,9 @@ class Loads:
             self._known_absent(keys[asked:], request)
             keys = keys[:asked]
         if keys:
-            request.status.update(dict.fromkeys(keys, ASKED))
-            request.fresh.extend(dict.fromkeys(keys))
+            unique = dict.fromkeys(keys, ASKED)
+            request.status.update(unique)
+            request.fresh.extend(unique)
             self.asking[request.context.request_id] = request
         return asked
 
@@ -180,8 +180,6 @@ class Loads:
         left = request.window_left.get(group, window + 1)
         request.window_left[group] = left - 1
         return left > 0
-
-    # --- holds ---
 
     def could_hold(self, request: Request) -> bool:
         """Whether there is anything to hold more chunks with."""
@@ -244,8 +242,6 @@ class Loads:
             )
             self.held -= len(pins)
 
-    # --- at the end of a step ---
-
     def flush(self, now: float) -> None:
         """Lend slots to those in the line, then ask for what is fresh."""
         if self.line:
@@ -280,6 +276,7 @@ class Loads:
         self.finds[record.job] = record
         self._expires_at = min(self._expires_at, record.deadline)
         request.finds.add(record.job)
+        self.asked_at = min(self.asked_at, now)
         slots: list[int] = []
         generations: list[int] = []
         if not self.line:
@@ -305,12 +302,12 @@ class Loads:
         n = min(n, room)
         if n <= 0:
             return [], []
-        slots, generations = self._index.lend(n)
-        pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
-        record.lent.update(pairs)
-        record.granted += len(pairs)
-        self.lent += len(pairs)
-        return [slot for slot, _ in pairs], [generation for _, generation in pairs]
+        lent = self._index.lend(n)
+        slots, generations = lent[0].tolist(), lent[1].tolist()
+        record.lent.update(zip(slots, generations, strict=True))
+        record.granted += len(slots)
+        self.lent += len(slots)
+        return slots, generations
 
     def _enter_line(self, record: FindRecord) -> None:
         # By request: one of which a part came back must not wait behind those that wait for what
@@ -353,8 +350,6 @@ class Loads:
                 self._state.recorder.add("kvtier_hold_refused_total", record.wants)
             self.line.remove(record)
 
-    # --- from the service ---
-
     def take(self, message: m.Found, now: float) -> None:
         """News of a find."""
         record = self.finds.get(message.job)
@@ -380,8 +375,8 @@ class Loads:
         record.present += len(message.present)
         if message.loaded:
             self._adopt(record, message, alive and in_time, now)
-        for i in (*message.absent, *message.failed):
-            status[keys[i]] = GONE
+        gone = [keys[i] for i in (*message.absent, *message.failed)]
+        status.update(dict.fromkeys(gone, GONE))
         if message.final:
             self._leave_line(record)
             request.finds.discard(record.job)
@@ -425,7 +420,13 @@ class Loads:
 
     def _give_back(self, record: FindRecord, slots: Sequence[int], ended: bool = False) -> None:
         if slots:
-            generations = np.array([record.lent.pop(slot) for slot in slots], dtype=np.uint32)
+            if len(slots) == len(record.lent) and list(record.lent) == slots:
+                # All at once: a prompt that no tier has.
+                lent = list(record.lent.values())
+                record.lent.clear()
+            else:
+                lent = [record.lent.pop(slot) for slot in slots]
+            generations = np.array(lent, dtype=np.uint32)
             array = np.array(slots, dtype=np.int64)
             if record.stale:
                 self._index.release(array, generations)
@@ -484,6 +485,7 @@ class Loads:
             self._give_back(record, list(record.lent))
         self.finds.clear()
         self.line.clear()
+        self.asked_at = math.inf
 
     def reset(self, requests: Iterable[Request]) -> None:
         """Everything is about to be forgotten; finds under way only give their slots back."""

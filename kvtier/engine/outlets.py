@@ -103,16 +103,12 @@ class Outlets:
                 states.append(TierHealth(tier.name, "down", tier.cause or "the service is down"))
         return states
 
-    # --- from the service ---
-
     def take(self, message: m.Samples | m.Events) -> None:
         """What the service has counted, or what its tiers did by themselves."""
         if isinstance(message, m.Samples):
             self.registry.apply(_samples.decode(message.data), source="service")
         else:
             self.events.emit_many(_events.decode(message.data))
-
-    # --- from the engine ---
 
     def emit(
         self,
@@ -167,7 +163,8 @@ class Outlets:
         recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * slot_bytes)
         for tier in self.tiers:
             recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
-            recorder.set("kvtier_backlog_chunks", len(tier.backlog), (tier.name,))
+            backlog = len(tier.backlog) + tier.handed_over
+            recorder.set("kvtier_backlog_chunks", backlog, (tier.name,))
         if self._publisher is not None:
             dropped = self._publisher.dropped
             recorder.add("kvtier_events_dropped_total", dropped - self._events_dropped)

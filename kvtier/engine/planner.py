@@ -10,8 +10,8 @@ reads no clock, never waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import cast
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,14 @@ from kvtier.engine.verifier import Verifier
 from kvtier.errors import InternalError
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
+from kvtier.runtime.service import SAMPLES_SECONDS
 from kvtier.types import Geometry, Lookup, RequestContext
 
 log = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 2 * SAMPLES_SECONDS
+"""A service that has been asked and is silent for so long hangs: it sends samples if nothing else.
+The lookup timeout counts, if that is longer."""
 
 
 class Planner:
@@ -75,6 +80,9 @@ class Planner:
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None
         self._service_up = False
+        self._silence_seconds = max(config.lookup_timeout_seconds, SILENCE_SECONDS)
+        # What was known of the tiers when the service fell silent; empty while it talks.
+        self._before_silence: list[tuple[bool, str]] = []
         self._cleared_to = -1  # position of the clean-up after a dead service; -1: none
 
     def take_out(self) -> list[m.ToService]:
@@ -88,13 +96,12 @@ class Planner:
         return not (
             self.loads.finds
             or self.stores.cascades
+            or self.stores.waiting
             or self.verifier.jobs
             or self.state.out
             or self.reset_pending
             or any(tier.backlog and tier.writable for tier in self._tiers)
         )
-
-    # --- requests ---
 
     def request(self, context: RequestContext) -> Request:
         """The record of a request, made on first sight."""
@@ -236,7 +243,7 @@ class Planner:
         """Chunks are in host memory; they go to the tiers at the next flush."""
         return self.stores.commit(keys, self.requests.get(context.request_id))
 
-    def finish(self, context: RequestContext) -> None:
+    def finish(self, context: RequestContext, used: Mapping[bytes, int] | None = None) -> None:
         """The request has ended: touch what it used, prefix first, and forget it."""
         request = self.requests.pop(context.request_id, None)
         if request is None:
@@ -245,7 +252,10 @@ class Planner:
         self._count(request)
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
-        self._index.touch(_in_order(request.used, context.positions))
+        if used is None:
+            known = context.positions
+            used = {key: known.get(key, -1) for key in request.used}
+        self._index.touch(_in_order(used))
 
     def _count(self, request: Request) -> None:
         """Host hits and misses of the keys looked up in this step, each once a request."""
@@ -256,15 +266,16 @@ class Planner:
             request.counted_absent = len(request.status)
             counted.update(request.status)
         misses = len(counted) - before
-        counted.update(request.hits)
+        if counted:
+            counted.update(request.hits)
+        elif request.hits:
+            counted = request.counted = set(request.hits)
         hits = len(counted) - before - misses
         request.hits.clear()
         if hits:
             self._recorder.add("kvtier_lookup_chunks_total", hits, ("host", "hit"))
         if misses:
             self._recorder.add("kvtier_lookup_chunks_total", misses, ("host", "miss"))
-
-    # --- answers ---
 
     def take(self, message: m.ToOwner, now: float) -> None:
         """An answer of the service."""
@@ -297,14 +308,27 @@ class Planner:
             case _:
                 raise InternalError(f"the planner got {message!r}")
 
+    def listen(self, heard: bool, now: float) -> None:
+        """Whether the service has said anything at all since the last call. While one that hangs
+        says nothing, its tiers are not asked: no further request waits for it."""
+        if heard:
+            self.loads.asked_at = math.inf
+            before, self._before_silence = self._before_silence, []
+            if before:
+                log.info("the tier service answers again")
+            for i, (readable, cause) in enumerate(before):
+                self._health(i, readable, self._tiers[i].writable, cause)
+        elif now >= self.loads.asked_at + self._silence_seconds and not self._before_silence:
+            self._before_silence = [(tier.readable, tier.cause) for tier in self._tiers]
+            for i, tier in enumerate(self._tiers):
+                self._health(i, False, tier.writable, "the tier service does not answer")
+
     def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         state = self._tiers[tier]
         if state.readable and not readable:
             log.warning("tier %s is down: %s", state.name, cause)
         state.readable, state.writable, state.cause = readable, writable, cause
         self._recorder.set("kvtier_tier_up", float(readable), (state.name,))
-
-    # --- the step ---
 
     def flush(self, now: float) -> None:
         """End of a step: expire, lend, ask, cascade; messages are in ``state.out`` afterwards."""
@@ -325,7 +349,7 @@ class Planner:
             self._unsent_reset = None
         if self._service_takes:
             self.loads.flush(now)
-            self.stores.flush(now)
+            self.stores.flush(now, not self.requests)
             if self.verifier.active:
                 verify = self.verifier.flush(self.state.next_job())
                 if verify is not None:
@@ -335,9 +359,10 @@ class Planner:
         self._index.reap()
 
     def flush_stores(self, now: float) -> None:
-        """Cascade what was just committed; everything else waits for the end of the step."""
+        """Cascade what was just committed, and what there is room for by now; everything else
+        waits for the end of the step."""
         if self._active and self._service_takes:
-            self.stores.flush(now)
+            self.stores.flush(now, not self.requests)
 
     @property
     def _service_takes(self) -> bool:
@@ -364,11 +389,10 @@ class Planner:
                 case _:
                     log.warning("the service does not take %s", type(message).__name__)
 
-    # --- after the service's end ---
-
     def service_lost(self) -> None:
         """The service has ended and touches nothing any more: its jobs end as failed."""
         self._service_up = False
+        self._before_silence = []
         self.loads.service_lost()
         self.stores.service_lost()
         self.verifier.forget()
@@ -439,16 +463,18 @@ class Planner:
                 raise InternalError(
                     f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
                 )
+            handed = sum(len(one.keys) for one in cascades if i in one.tiers and not one.slots)
+            if handed != tier.handed_over:
+                raise InternalError(
+                    f"{tier.name}: {handed} chunks are handed over, {tier.handed_over} counted"
+                )
 
 
-def _in_order(used: dict[bytes, None], positions: dict[bytes, int]) -> list[bytes]:
-    """The keys by position, where all are known; else in the order of their first use."""
+def _in_order(used: Mapping[bytes, int]) -> list[bytes]:
+    """The keys by position, where all are known (not -1); else in the order of their first use."""
     keys = list(used)
-    places = list(map(positions.get, keys))
-    if None in places:
-        return keys
-    known = cast("list[int]", places)
+    places = list(used.values())
     # Mostly they are in order already, and comparing numbers costs less than sorting keys.
-    if known != sorted(known):
-        keys.sort(key=positions.__getitem__)
+    if -1 not in places and places != sorted(places):
+        keys.sort(key=used.__getitem__)
     return keys

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.types import Lookup, RequestContext
 
@@ -66,7 +66,7 @@ class Request:
         """When its lookups become misses, unless there is news before. None: it never waited."""
         self.load_until = 0.0
         """When they do so in any case."""
-        self.used: dict[bytes, None] = {}
+        self.used: Collection[bytes] = ()
         """Keys it loaded or stored, in first-use order."""
         self.counted: set[bytes] = set()
         """Keys whose hit or miss in host memory is in the metrics already."""
@@ -84,10 +84,12 @@ class Request:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Note keys that it loads or stores; their first use counts."""
-        if self.used:
-            self.used.update(dict.fromkeys(keys))
-        else:
-            self.used = dict.fromkeys(keys)
+        if not self.used:
+            self.used = tuple(keys)  # mostly all that there is
+            return
+        if not isinstance(self.used, dict):
+            self.used = dict.fromkeys(self.used)
+        self.used.update(dict.fromkeys(keys))
 
     def news(self) -> None:
         """Something has changed for it: its next lookup looks again."""
@@ -102,6 +104,6 @@ class Request:
         self.fresh.clear()
         self.hits.clear()
         self.finds.clear()
-        self.used.clear()
+        self.used = ()
         self.sources.clear()
         self.verified.clear()

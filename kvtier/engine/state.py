@@ -34,6 +34,7 @@ class TierState:
         "cause",
         "config",
         "contents",
+        "handed_over",
         "inflight_bytes",
         "locality",
         "medium",
@@ -59,6 +60,8 @@ class TierState:
         self.bound_bytes = bound_bytes
         self.backlog: deque[bytes] = deque(maxlen=capacity)
         """Chunks put off at the bound; offered again as it allows."""
+        self.handed_over = 0
+        """Chunks put off that the service has, unpinned, because the owner has no more steps."""
         self.refused: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         """Chunks the tier did not take: how often, and when it is asked again (then they are in
         the backlog as well). Bounded like the backlog."""

@@ -36,6 +36,13 @@ MAX_STORED = 4096
 BACKLOG_CHUNKS = 512
 """Chunks put off that are looked at in one step, for each tier."""
 
+HAND_OVER_CHUNKS = 1 << 15
+"""Chunks put off that the service has at most, for each tier: a few milliseconds to hand over."""
+
+HAND_OVER_PORTION_BYTES = 8 << 20
+"""What the service may pin of them at a time, beside what is in flight; at most a quarter of
+that."""
+
 PORTION_CHUNKS = 64
 """So many of them at a time: where there is room for few, few are looked at."""
 
@@ -72,7 +79,10 @@ class Stores:
             for group in range(len(self._state.payload_bytes))
         ]
 
-    # --- from the scheduler ---
+    @property
+    def waiting(self) -> bool:
+        """Whether there are new chunks that have been offered to no tier yet."""
+        return bool(self._stored)
 
     def reserve(self, keys: Sequence[bytes], request: Request) -> Reservation:
         """Slots for new chunks of a request."""
@@ -109,10 +119,11 @@ class Stores:
                     self._put_off(tier, stored)
         return stored
 
-    # --- at the end of a step ---
+    def flush(self, now: float, idle: bool) -> None:
+        """Cascade what was stored, then what had been put off, as far as the bounds allow.
 
-    def flush(self, now: float) -> None:
-        """Cascade what was stored, then what had been put off, as far as the bounds allow."""
+        `idle`: there are no requests, so perhaps no further step; the service gets the rest.
+        """
         stored, self._stored = self._stored, []
         for keys, request, due in stored:
             if not self._send_all(keys, request, now):
@@ -122,6 +133,8 @@ class Stores:
                 self._offer_refused(tier, now)
             if tier.backlog:
                 self._flush_backlog(i, tier, now)
+            if idle and tier.backlog and tier.writable:
+                self._hand_over(i, tier, now)
 
     def _choose(
         self, keys: Sequence[bytes], request: Request | None, due: bool, now: float
@@ -194,6 +207,33 @@ class Stores:
         if stale:
             self._drop(tier, stale, "bound")
         return done
+
+    def _hand_over(self, i: int, tier: TierState, now: float) -> None:
+        """Have the service store what had been put off, in its own time. No pins go with it: until
+        its turn comes a chunk may be evicted like any other."""
+        keys, slots, generations = [], [], []
+        batch = list(islice(tier.backlog, HAND_OVER_CHUNKS - tier.handed_over))
+        for key in batch:
+            tier.backlog.popleft()
+            place = self._index.locate(key) if self._index.lookup(key) == READY else None
+            if place is not None:
+                keys.append(key)
+                slots.append(place[0])
+                generations.append(place[1])
+        gone = len(batch) - len(keys)
+        if gone:
+            self._drop(tier, gone, "bound")
+        if not keys:
+            return
+        job = self._state.next_job()
+        self.cascades[job] = CascadeRecord(job, keys, [], [], 0, [i], now)
+        tier.handed_over += len(keys)
+        tier.contents.add(keys)
+        portion_bytes = max(1, min(HAND_OVER_PORTION_BYTES, tier.bound_bytes // 4))
+        deadline = now + tier.config.store_seconds
+        self._state.out.append(
+            m.Cascade(job, "", keys, slots, generations, [i], deadline, portion_bytes)
+        )
 
     def _send_all(self, keys: Sequence[bytes], request: Request | None, now: float) -> bool:
         """Send `keys`, or put them off, as a whole. False where that does not go: the tiers want
@@ -332,8 +372,6 @@ class Stores:
         """Chunks that were sent to a tier which has not answered yet."""
         return (record.keys for record in self.cascades.values() if tier in record.tiers)
 
-    # --- from the service ---
-
     def take(self, message: m.Stored, now: float) -> None:
         """One tier has ended its part of a cascade."""
         record = self.cascades.get(message.job)
@@ -345,6 +383,8 @@ class Stores:
         tier = self._tiers[message.tier]
         record.tiers.discard(message.tier)
         tier.inflight_bytes -= record.length_bytes
+        if not record.slots:
+            tier.handed_over -= len(record.keys)
         if not record.stale:
             saved = record.keys
             if len(message.outcomes) != len(saved):
@@ -357,6 +397,10 @@ class Stores:
                         tier.refused.pop(key, None)
                     elif outcome in (Outcome.DROPPED, Outcome.LOST, Outcome.TIMEOUT):
                         self._refused(tier, key, now)
+                    elif outcome == Outcome.MISSING:
+                        # Evicted before the service could pin it.
+                        tier.refused.pop(key, None)
+                        self._drop(tier, 1, "bound")
             self._index.mark_saved(saved)
             self._state.emit("stored", saved, "host", tier.name)
         if not record.tiers:
@@ -369,6 +413,8 @@ class Stores:
             self._state.slots.unpin_service(slot, generation)
         for i in record.tiers:
             self._tiers[i].inflight_bytes -= record.length_bytes
+            if not record.slots:
+                self._tiers[i].handed_over -= len(record.keys)
             self._put_off(self._tiers[i], record.keys)
 
     def service_lost(self) -> None:
@@ -380,6 +426,7 @@ class Stores:
         self.cascades.clear()
         for tier in self._tiers:
             tier.inflight_bytes = 0
+            tier.handed_over = 0
 
     def reset(self) -> None:
         """Everything was forgotten; what is under way only gives its bytes in flight back."""

@@ -141,18 +141,21 @@ class Supervisor:
         if not self.up:
             self._revive(now, namespace)
             return
-        self._receive()
+        self._planner.listen(self._receive(), now)
         self._handle(max(POLL_WORK, self._inbox_work // 4))
         if not self.carrier.alive:
             self._lost(now)
         elif self._inbox and self._wake is not None:
             self._wake()
 
-    def _receive(self) -> None:
-        for message in self.carrier.receive():
+    def _receive(self) -> bool:
+        """Whether there was anything."""
+        messages = self.carrier.receive()
+        for message in messages:
             work = m.work_of(message)
             self._inbox_work += work
             self._inbox.append((work, message))
+        return bool(messages)
 
     def _handle(self, work: float) -> None:
         """Take messages until so much is done; always one, so that none waits for ever."""

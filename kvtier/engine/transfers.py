@@ -52,7 +52,7 @@ class FindRecord:
 
 
 class CascadeRecord:
-    """A ``Cascade`` under way."""
+    """A ``Cascade`` under way; without slots, bytes and pins if it is of chunks handed over."""
 
     __slots__ = ("generations", "job", "keys", "length_bytes", "slots", "stale", "started", "tiers")
 

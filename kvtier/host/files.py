@@ -175,6 +175,13 @@ def byte_is_locked(fd: int, index: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
+def regions(directory: str) -> list[str]:
+    """Paths of this user's region files, whoever holds them."""
+    prefix = f"{PREFIX}{os.getuid()}-"
+    entries = sorted(os.listdir(directory))
+    return [os.path.join(directory, entry) for entry in entries if entry.startswith(prefix)]
+
+
 def sweep(directory: str = "/dev/shm") -> list[str]:
     """Remove this user's region files that no living process holds.
 
@@ -189,11 +196,7 @@ def sweep(directory: str = "/dev/shm") -> list[str]:
         Paths of the removed files. Files of other users are left alone.
     """
     removed = []
-    prefix = f"{PREFIX}{os.getuid()}-"
-    for entry in sorted(os.listdir(directory)):
-        if not entry.startswith(prefix):
-            continue
-        path = os.path.join(directory, entry)
+    for path in regions(directory):
         try:
             fd = open_existing(path)
         except ConfigError:

@@ -64,8 +64,6 @@ class Region:
         # At interpreter exit too, so that a normal end leaves no file.
         self._finalizer = weakref.finalize(self, MAPPED_FILES.release, mapped)
 
-    # --- opening ---
-
     @classmethod
     def create(
         cls,
@@ -208,8 +206,6 @@ class Region:
         """Descriptor of the file, for ``pass_fds`` and ``from_fd``; it stays this region's."""
         return self._use().fd
 
-    # --- memory ---
-
     @property
     def records(self) -> memoryview:
         """Slot records, writable, 64 bytes a slot, aligned to a page."""
@@ -309,8 +305,6 @@ class Region:
             group: 1 - payload / size for group, payload in enumerate(self.geometry.payload_bytes)
         }
 
-    # --- ranks ---
-
     def sign(self, rank: int) -> None:
         """Say that `rank` has checked the region and is ready. Again through this process: no-op.
 
@@ -401,8 +395,6 @@ class Region:
         if not 0 <= rank < len(lines):
             raise ConfigError(f"rank {rank} of a region for {len(lines)} ranks")
         return lines[rank]
-
-    # --- closing ---
 
     def close(self) -> None:
         """Give the share of the mapping up. Idempotent.

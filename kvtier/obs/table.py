@@ -232,7 +232,7 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_events_dropped_total",
         "counter",
-        "Events that a subscriber or the publisher did not take in time.",
+        "Events that a subscriber, the publisher or the scheduler did not take in time.",
     ),
 )
 """Every metric of kvtier. Later parts only add rows."""

@@ -41,6 +41,11 @@ class Breaker:
         return self._until is None
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether the last call that said anything failed."""
+        return self._in_row > 0
+
+    @property
     def state(self) -> int:
         """0 closed, 1 a trial is under way, 2 open: the value of the metric."""
         if self._until is None:

@@ -109,7 +109,7 @@ async def _serve(
         # Before the connection: what it reads comes later.
         protocol.start(frames)
         transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
-        service.can_send_samples = lambda: transport.get_write_buffer_size() == 0
+        service.owner_has_read = lambda: transport.get_write_buffer_size() == 0
         try:
             await service.run()
         finally:

@@ -119,8 +119,6 @@ class FindJob:
         finally:
             await self._end()
 
-    # --- asking ---
-
     def _over(self) -> bool:
         return self._stop.done() or self._clock() >= self._message.deadline
 
@@ -233,8 +231,6 @@ class FindJob:
                 )
             )
         self._report_present()
-
-    # --- loading ---
 
     def _loadable(self) -> list[int]:
         ready = []

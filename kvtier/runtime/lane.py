@@ -37,6 +37,9 @@ STORE_PAUSE_SECONDS = 0.02
 
 STORE_BATCH_BYTES = 8 << 20
 
+PATIENCE = 0.1
+"""Share of its time to say what it has that a tier is waited for after a failure."""
+
 REOPEN_SECONDS = 1.0
 
 REOPEN_TIMEOUT_SECONDS = 30.0
@@ -80,6 +83,8 @@ class Lane:
         self._recorder = recorder
         self._on_health = on_health
         self._clock = clock
+        self.backlog = asyncio.Lock()
+        """Of the job that stores chunks put off: one at a time."""
         self._tasks = TaskSet(f"kvtier-{tier.name}")
         self._on_contents = on_contents
         self._lister = Lister(index, tier, self._tasks, self._post_contents)
@@ -93,8 +98,6 @@ class Lane:
         self._may_list = False
         self._reopener: asyncio.Task[None] | None = None
         self._timers: dict[Breaker, asyncio.TimerHandle] = {}
-
-    # --- life ---
 
     async def open(self, deadline: float) -> str:
         """Open the tier: an empty string, or why it is down for now.
@@ -186,12 +189,29 @@ class Lane:
         """Tasks alive, for leak checks."""
         return len(self._tasks)
 
-    # --- calls ---
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier has been opened, and not closed."""
+        return self._is_open and not self._closing
 
     async def exists(
         self, keys: Sequence[bytes], ctx: TierContext, stop: asyncio.Future[None]
     ) -> list[Presence] | Outcome:
-        """Presence of each key, or why the tier could not say."""
+        """Presence of each key, or why the tier could not say.
+
+        After a failure it is waited for only a little, so that a tier that hangs does not keep
+        every request from the next one. The call goes on: its end says how the tier is.
+        """
+        if not self._read.in_doubt:
+            return await self._exists(keys, ctx, stop)
+        patience = PATIENCE * (ctx.deadline - self._clock())
+        task = self._tasks.start(self._exists(keys, ctx, stop), f"exists-{self.tier.name}")
+        await asyncio.wait({task}, timeout=max(0.0, patience))
+        return task.result() if task.done() else Outcome.TIMEOUT
+
+    async def _exists(
+        self, keys: Sequence[bytes], ctx: TierContext, stop: asyncio.Future[None]
+    ) -> list[Presence] | Outcome:
         refused = self._refuse(self._read)
         if refused is not None:
             return refused
@@ -289,8 +309,6 @@ class Lane:
         call = await self._call(self.tier.forget(keys), self._clock() + 5.0)
         if call.error is not None:
             log.warning("tier %s could not forget corrupt chunks: %s", self.tier.name, call.error)
-
-    # --- the rest ---
 
     def _refuse(self, breaker: Breaker) -> Outcome | None:
         if self._closing or not self._is_open:

@@ -8,7 +8,7 @@ plain integers; pins and loans travel with the message that names them:
 - ``Find`` and ``Lend`` hand WRITING slots to the service, every one of which comes back in exactly
   one ``Found`` (loaded, unused or failed) or ``Returned`` (late, after a hung call has ended).
 - ``Cascade`` hands one service pin a chunk to the service, which gives it back in the slot's word
-  by itself; ``Stored`` only tells.
+  by itself; ``Stored`` only tells. For chunks put off it hands over none: the service takes them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Cascade(msgspec.Struct, frozen=True, array_like=True, tag=True):
     generations: list[int]
     tiers: list[int]
     deadline: float
+    portion_bytes: int = 0
+    """0: the chunks are pinned. Else they are not, and this is for one tier: the service pins so
+    much at a time, whatever is still there, and the deadline is that of each portion's own."""
 
 
 class Verify(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -178,14 +181,21 @@ class Events(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Resources(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the service holds, for leak checks; answer to ``Audit``."""
 
+    number: int
+    """Of the question."""
     tasks: int
     threads: int
     fds: int
     jobs: int
+    pins: int
+    """That it has been handed, or has taken, and has not given back: as many as stand in the slots'
+    words, once it has read all that the owner has sent."""
 
 
 class Audit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Ask the service for ``Resources``."""
+
+    number: int
 
 
 class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -44,6 +44,10 @@ OPEN_SECONDS = 5.0
 
 SAMPLES_SECONDS = 0.5
 
+MAX_EVENTS = 10_000
+"""Of the tiers' own events, so many may wait for an owner that does not read; a sleeping scheduler
+does not read for hours."""
+
 
 class Memory:
     """The region as the service sees it: makes ``Slot`` objects, takes and checks CRCs.
@@ -164,14 +168,15 @@ class TierService:
         self._lanes: list[Lane] = []
         self._left: list[Lane] = []  # closed, but a call into their tier hangs
         self._jobs: dict[int, Job] = {}
+        self._pins = 0  # held in the slots' words
         self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
         self._out: list[m.ToOwner] = []
         self._flush_scheduled = False
+        self._draining = False
         self._events: list[Event] = []
-        self.can_send_samples: Callable[[], bool] = lambda: True
-        """False while the owner has not read what was sent: samples wait and add up."""
-
-    # --- life ---
+        self._unread_events = 0  # at most, sent and not sent yet
+        self.owner_has_read: Callable[[], bool] = lambda: True
+        """False while there is something that the owner has not read: samples wait and add up."""
 
     def deliver(self, message: m.ToService | None) -> None:
         """A message has come in; None: the owner is gone. On the loop's thread only."""
@@ -208,7 +213,7 @@ class TierService:
             namespace=self._namespace,
             namespace_digest=namespace_digest(self._namespace),
             recorder=self._recorder,
-            emit=self._events.append,
+            emit=self._emit,
             clock=self._clock,
             region_view=self._memory.payload.cast("B").cast(
                 "B", (self._memory.geometry.num_slots, self._memory.geometry.slot_bytes)
@@ -250,20 +255,23 @@ class TierService:
         results = await asyncio.gather(
             *(lane.open(deadline) for lane in self._lanes), return_exceptions=True
         )
-        for result in results:
+        for lane, result in zip(self._lanes, results, strict=True):
             if isinstance(result, BaseException):
                 if not isinstance(result, ConfigError):
                     log.error("a tier failed to open", exc_info=result)
                 causes.append(str(result) or type(result).__name__)
                 fatal.append(True)
             else:
-                causes.append(result)
+                # While the others opened it may have been tried again, and be up.
+                causes.append("" if lane.is_open else result)
                 fatal.append(False)
         self._post(m.Ready(causes, fatal, os.getpid()))
         for lane in self._lanes:
             lane.tell_contents()
 
     async def _drain(self, deadline: float) -> None:
+        """Wait for what is under way; chunks put off have had their time before."""
+        self._draining = True
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, deadline - self._clock()))
@@ -301,8 +309,6 @@ class TierService:
         if tasks:
             await asyncio.wait(tasks)
 
-    # --- messages ---
-
     async def _handle(self, message: m.ToService) -> None:
         match message:
             case m.Find():
@@ -321,12 +327,16 @@ class TierService:
                 )
             case m.Cascade():
                 job = self._start_job(message.job)
+                if not message.portion_bytes:
+                    self._pins += len(message.slots)
+                cascade = self._store_backlog if message.portion_bytes else self._cascade
                 job.task = self._tasks.start(
-                    self._run_job(message.job, self._cascade(message, job.stop)),
+                    self._run_job(message.job, cascade(message, job.stop)),
                     f"cascade-{message.job}",
                 )
             case m.Verify():
                 job = self._start_job(message.job)
+                self._pins += len(message.slots)
                 job.task = self._tasks.start(
                     self._run_job(message.job, self._verify(message)), f"verify-{message.job}"
                 )
@@ -352,11 +362,13 @@ class TierService:
                 self._emit_samples()
                 self._post(
                     m.Resources(
+                        number=message.number,
                         tasks=len(self._tasks)
                         + sum(lane.tasks for lane in (*self._lanes, *self._left)),
                         threads=threading.active_count(),
                         fds=len(os.listdir("/proc/self/fd")),
                         jobs=len(self._jobs),
+                        pins=self._pins,
                     )
                 )
             case _:
@@ -443,15 +455,68 @@ class TierService:
                 end(tier, [Outcome.INTERNAL] * len(items))
             if not message.tiers:  # it was for the checksums only
                 self._post(m.Stored(message.job, -1, b"", final=True))
-            pending = {call for call in settled if not call.done()}
-            if pending:
-                self._tasks.start(self._unpin_later(items, pending), f"late-{message.job}")
-            else:
-                self._unpin(items)
+            self._unpin_settled(message.job, items, settled)
+
+    async def _store_backlog(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
+        """Copy chunks that come without pins to one tier: each portion is pinned in its turn."""
+        (tier,) = message.tiers
+        lane, length = self._lanes[tier], self._memory.length
+        outcomes: list[Outcome] = []
+        try:
+            async with lane.backlog:
+                while len(outcomes) < len(message.keys) and not stop.done() and not self._draining:
+                    start = end = len(outcomes)
+                    portion_bytes = 0
+                    while end < len(message.keys) and (
+                        end == start
+                        or portion_bytes + length(message.keys[end]) <= message.portion_bytes
+                    ):
+                        portion_bytes += length(message.keys[end])
+                        end += 1
+                    outcomes += await self._store_portion(message, start, end, stop)
+                    await asyncio.sleep(0)  # a portion that is gone has not waited for anything
+        finally:
+            outcomes += [Outcome.CANCELLED] * (len(message.keys) - len(outcomes))
+            self._post(m.Stored(message.job, tier, bytes(outcomes), final=True))
+
+    async def _store_portion(
+        self, message: m.Cascade, start: int, end: int, stop: asyncio.Future[None]
+    ) -> list[Outcome]:
+        lane, slots = self._lanes[message.tiers[0]], self._memory.slots
+        outcomes = [Outcome.MISSING] * (end - start)
+        pinned: dict[int, Slot] = {}
+        for i in range(start, end):
+            key, slot, generation = message.keys[i], message.slots[i], message.generations[i]
+            if slots.pin_service(slot, generation, key):
+                self._pins += 1
+                pinned[i - start] = self._memory.slot(key, slot, generation)
+        items = list(pinned.values())
+        settled: list[asyncio.Future[Any]] = []
+        try:
+            await self._memory.take_crcs(items)
+            ctx = TierContext(deadline=self._clock() + lane.config.store_seconds, request_id="")
+            stored, settled = await lane.store(items, ctx, stop)
+            for (i, item), outcome in zip(pinned.items(), stored, strict=True):
+                outcomes[i] = outcome
+                if outcome.ok:
+                    slots.mark_saved(item.slot, item.generation)
+        finally:
+            self._unpin_settled(message.job, items, settled)
+        return outcomes
 
     async def _return_later(self, number: int, held: dict[int, asyncio.Future[Any]]) -> None:
         await asyncio.wait(set(held.values()))
         self._post(m.Returned(number, sorted(held)))
+
+    def _unpin_settled(
+        self, number: int, items: Sequence[Slot], settled: Sequence[asyncio.Future[Any]]
+    ) -> None:
+        """Give pins back, those that a hung call may still need when it ends."""
+        pending = {call for call in settled if not call.done()}
+        if pending:
+            self._tasks.start(self._unpin_later(items, pending), f"late-{number}")
+        else:
+            self._unpin(items)
 
     async def _unpin_later(self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]) -> None:
         await asyncio.wait(pending)
@@ -460,8 +525,7 @@ class TierService:
     def _unpin(self, items: Sequence[Slot]) -> None:
         for item in items:
             self._memory.slots.unpin_service(item.slot, item.generation)
-
-    # --- answers ---
+            self._pins -= 1
 
     def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         self._post(m.Health(tier, readable, writable, cause))
@@ -472,6 +536,16 @@ class TierService:
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
+
+    def _emit(self, event: Event) -> None:
+        """An event of a tier: goes out in order with the answers, or not at all."""
+        if self._unread_events >= MAX_EVENTS and self.owner_has_read():
+            self._unread_events = len(self._events)
+        if self._unread_events >= MAX_EVENTS:
+            self._recorder.add("kvtier_events_dropped_total", 1)
+            return
+        self._unread_events += 1
+        self._events.append(event)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
@@ -489,7 +563,7 @@ class TierService:
             await asyncio.sleep(SAMPLES_SECONDS)
             lag = max(0.0, self._clock() - started - SAMPLES_SECONDS)
             self._recorder.observe("kvtier_service_loop_lag_seconds", lag)
-            if self.can_send_samples():
+            if self.owner_has_read():
                 self._emit_samples()
 
     def _emit_samples(self) -> None:

@@ -98,6 +98,7 @@ class ThreadCarrier(Carrier):
         service = TierService(
             self._config, self._namespace, self._memory(), self._deliver, in_scheduler_process=True
         )
+        service.owner_has_read = lambda: not self._outbox
         self._service = service
         await service.run()
 

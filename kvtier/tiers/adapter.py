@@ -197,8 +197,6 @@ class AdaptedTier(Tier):
         self._crcs: OrderedDict[bytes, int] = OrderedDict()
         self._corrupt: OrderedDict[bytes, None] = OrderedDict()
 
-    # --- life ---
-
     async def open(self) -> None:
         check_class(self.adapted, self._config, f"tier {self.name}")
         view = self.env.region_view
@@ -301,8 +299,6 @@ class AdaptedTier(Tier):
         if self._closing or self._caller is None:
             raise ClosedError(f"tier {self.name} is closed")
 
-    # --- names ---
-
     def name_of(self, key: bytes) -> bytes:
         """Key of a chunk as the class sees it: of equal length, and different in each namespace.
 
@@ -322,8 +318,6 @@ class AdaptedTier(Tier):
         vllm = sys.modules.get(VLLM_BASE)
         kind = RequestContext if vllm is None else vllm.ReqContext
         return kind(req_id=f"{ctx.request_id}/{self._calls}")
-
-    # --- lookups ---
 
     async def exists(self, keys: Sequence[bytes], ctx: TierContext) -> list[Presence]:
         self._check_open()
@@ -382,8 +376,6 @@ class AdaptedTier(Tier):
         function = getattr(self._manager, method, None)
         if function is not None:
             function(*args)
-
-    # --- transfers ---
 
     async def store(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
         self._check_open()

@@ -10,12 +10,17 @@ Invariants
   marked it as failed, whatever vLLM says.
 * Pins of a load are given back when vLLM completes it or, after a reset, when its number has been
   published. A slot that was being written at a reset is free again no earlier.
+* A number that some rank never publishes is waited for as long as the engine lives: its copy may
+  still run, so that no ceiling would make the slot safe to reuse. Nobody else waits: readers have
+  their lookup deadline, and vLLM ends an engine one rank of which is dead or hangs.
+* An answer about a chunk is kept only until the next call that may store, evict or end a step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +36,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.engine.engine import Engine
 from kvtier.errors import InternalError, TierLostError
-from kvtier.types import RequestContext, TierMatch, key_group
+from kvtier.types import GROUP_BYTES, Lookup, RequestContext, TierMatch, key_group
 from kvtier.vllm.outlets import EventOutlet, StatsOutlet
 from kvtier.vllm.transfers import SlotTransfer
 
@@ -60,6 +65,10 @@ _ANSWERS = (
 )
 """By the engine's own `Lookup`."""
 
+# Members of an enumeration take longer to find than to return.
+_HIT = LookupResult.HIT
+_HOST = CacheHitSource.HOST
+
 _SOURCES = {"fs": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
 """By type of tier; vLLM has no word for the others."""
 
@@ -67,19 +76,30 @@ Slots = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint32]
 
 
-class _Write:
-    """One chunk that the workers are writing."""
+class _Store:
+    """One store in flight: chunks that the workers are writing, in the order of their numbers."""
 
-    __slots__ = ("context", "generation", "key", "slot", "transfer")
+    __slots__ = ("context", "first", "generations", "keys", "last", "slots")
 
     def __init__(
-        self, key: bytes, context: RequestContext, slot: int, generation: int, transfer: int
+        self,
+        keys: list[bytes],
+        context: RequestContext,
+        slots: Slots,
+        generations: Generations,
+        first: int,
     ) -> None:
-        self.key = key
+        self.keys = keys
         self.context = context
-        self.slot = slot
-        self.generation = generation
-        self.transfer = transfer
+        self.slots = slots
+        self.generations = generations
+        self.first = first
+        self.last = first + len(keys) - 1
+
+    @property
+    def transfers(self) -> range:
+        """Its numbers, one a chunk."""
+        return range(self.first, self.last + 1)
 
 
 class _Load:
@@ -113,52 +133,109 @@ class KVTierManager(OffloadingManager):
     def __init__(self, region: Region, config: Config, *, events: bool = False) -> None:
         self.region = region
         self.engine = Engine(config, region, own_region=True)
+        # Before the start: a level that never changes afterwards is told then and not again.
+        self._stats = StatsOutlet(self.engine)
         try:
             self.engine.open()
         except BaseException:
             region.close()
             raise
-        self._stats = StatsOutlet(self.engine)
         self._events = EventOutlet(self.engine) if events else None
-        self._sources = {tier.name: tier.type for tier in config.tiers}
+        self._sources = [
+            _SOURCES.get(tier.type, CacheHitSource.EXTERNAL_UNSPECIFIED) for tier in config.tiers
+        ]
+        groups = region.geometry.groups
+        self._chunk_tokens = [group.block_tokens * group.blocks_per_chunk for group in groups]
+        self._windowed = [group.window_chunks is not None for group in groups]
+        # The request whose prompt was looked at last, until anything may change that: its chunks
+        # that are ready, and what was said of those behind them.
+        self._walked: ReqContext | None = None
+        self._ready: set[bytes] = set()
+        self._following: dict[bytes, LookupResult] = {}
+        # The request that was answered last where its chunks came from, and their tiers.
+        self._sourced: ReqContext | None = None
+        self._tiers: Mapping[bytes, int] = {}
         self.committed_chunks = 0
         self.failed_chunks = 0
         self.evicted_chunks = 0
         self._next_transfer = 0
-        self._writes: dict[bytes, _Write] = {}
+        self._stores: dict[str, list[_Store]] = {}  # by request
         # Stores that vLLM has completed and some rank has not published yet: an earlier number may
         # still run there, and failures are told in order.
-        self._ended: list[_Write] = []
+        self._ended: list[_Store] = []
         # Transfers that some rank has failed, until they are settled.
         self._failed: set[int] = set()
         self._loads: dict[str, _Load] = {}
         # What a reset left behind: freed when its number has been published.
-        self._left_writes: list[_Write] = []
+        self._left_stores: list[_Store] = []
         self._left_loads: list[_Load] = []
-
-    # --- lookups ---
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """State of one chunk: HIT only when its bytes are in host memory, compared with their
-        checksum if they came from a tier."""
+        checksum if they came from a tier.
+
+        The first question about a prompt is answered for all of it, the others from that answer.
+        """
+        if req_context is self._walked and key in self._ready:
+            return _HIT
+        return self._look(key, req_context)
+
+    def _look(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        if req_context is self._walked and key in self._following:
+            return self._following[key]
         if self._ended:
             self._settle()
-        context = req_context.get_state(RequestContext) or _new_context(req_context)
-        return _ANSWERS[self.engine.lookup(key, context)]
+        context = _context(req_context)
+        keys = self._walk(key, req_context)
+        if len(keys) < 2:
+            return _ANSWERS[self.engine.lookup(key, context)]
+        ready, answer = self.engine.lookup_batch(keys, context)
+        if answer is not Lookup.MISS and len(self._windowed) == 1:
+            # One key that is to come makes vLLM wait, whatever it is told of those before it. With
+            # several groups a miss in another one may leave so few that it need not.
+            ready = 0
+        self._following = {}
+        if ready < len(keys):
+            self._following[keys[ready]] = _ANSWERS[answer]
+        if answer is not Lookup.MISS and ready + 1 < len(keys):
+            # All is asked for already: a miss ends vLLM's walk over the prompt, here and in every
+            # step until the answer changes.
+            self._following[keys[ready + 1]] = LookupResult.MISS
+        self._walked, self._ready = req_context, set(keys[:ready])
+        return _HIT if ready else self._following[key]
+
+    def _walk(self, key: bytes, req_context: ReqContext) -> list[bytes]:
+        """The keys that vLLM asks for one after the other, from this one on; none where that is
+        not known. Windows are walked from their end, and no further than is needed."""
+        # vLLM goes on filling it; it has no public list of a request's keys.
+        ends = req_context._offload_key_positions
+        group = key_group(key)
+        if key not in ends or self._windowed[group]:
+            return []
+        params = req_context.kv_transfer_params
+        if params and params.get("max_load_tokens") is not None:
+            return []  # the rest would be loaded in vain
+        tokens = self._chunk_tokens[group]
+        keys = list(ends)
+        if len(self._windowed) > 1:
+            # Ends of partial blocks are not chunks of the walk.
+            suffix = key[-GROUP_BYTES:]
+            keys = [one for one in keys if one.endswith(suffix) and ends[one] % tokens == 0]
+        start = ends[key] // tokens - 1
+        return keys[start:] if 0 <= start < len(keys) and keys[start] == key else []
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Where a chunk that was answered HIT came from."""
-        name = self.engine.source(key, _context(req_context))
-        if name not in self._sources:
-            return CacheHitSource.HOST
-        return _SOURCES.get(self._sources[name], CacheHitSource.EXTERNAL_UNSPECIFIED)
+        if req_context is not self._sourced:
+            self._sourced = req_context
+            self._tiers = self.engine.sources(_context(req_context))
+        tier = self._tiers.get(key)
+        return _HOST if tier is None else self._sources[tier]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunk by chunk is how everything is stored; no tier here needs whole requests."""
         self.engine.on_new_request(_context(req_context))
         return RequestOffloadingContext()
-
-    # --- stores ---
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -168,43 +245,48 @@ class KVTierManager(OffloadingManager):
         What found no slot is not offered again by vLLM once the request has moved on: None would
         make it offer all keys in every step, with a warning each time.
         """
+        self._walked = None
         self._settle()
         context = _context(req_context)
         reservation = self.engine.reserve(list(keys), context)
-        taken = reservation.keys
+        taken, slots = reservation.keys, reservation.slots
         first = self._next_transfer
-        self._next_transfer += len(taken)
-        for offset, key in enumerate(taken):
-            self._writes[key] = _Write(
-                key,
-                context,
-                int(reservation.slots[offset]),
-                int(reservation.generations[offset]),
-                first + offset,
-            )
+        if taken:
+            self._next_transfer += len(taken)
+            store = _Store(taken, context, slots, reservation.generations, first)
+            self._stores.setdefault(req_context.req_id, []).append(store)
         self.evicted_chunks += len(reservation.evicted)
         return PrepareStoreOutput(
-            keys_to_store=list(taken),
-            store_spec=SlotTransfer(
-                reservation.slots, [key_group(key) for key in taken], first, len(taken)
-            ),
-            evicted_keys=list(reservation.evicted),
+            keys_to_store=taken,
+            store_spec=SlotTransfer(slots, self._groups(taken), first, len(taken)),
+            evicted_keys=reservation.evicted,
         )
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make chunks loadable, as soon as all ranks have published them."""
-        for key in keys:
-            write = self._writes.pop(key, None)
-            if write is None:
-                raise InternalError(f"store of {key.hex()} completed, but it was not in flight")
-            if not success:
-                self._failed.add(write.transfer)
-            self._ended.append(write)
+        """Make the chunks of one ``prepare_store`` loadable, as soon as all ranks have published
+        them."""
+        self._walked = None
+        stores = self._stores.get(req_context.req_id, [])
+        # No two stores in flight have a chunk in common.
+        store = next((one for one in stores if one.keys[0] in keys), None)
+        if store is None or len(keys) != len(store.keys):
+            raise InternalError(
+                f"request {req_context.req_id} completed a store of {len(keys)} chunks that was "
+                "not in flight"
+            )
+        stores.remove(store)
+        if not stores:
+            del self._stores[req_context.req_id]
+        if not success:
+            self._failed.update(store.transfers)
+        self._ended.append(store)
         self._settle()
 
-    # --- loads ---
+    def _groups(self, keys: Sequence[bytes]) -> Sequence[int]:
+        """KV cache group of each key."""
+        return [0] * len(keys) if len(self._windowed) == 1 else [key_group(key) for key in keys]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin chunks that ``lookup`` has found.
@@ -221,7 +303,7 @@ class KVTierManager(OffloadingManager):
         number = self._next_transfer
         self._next_transfer += 1
         self._loads[req_context.req_id] = _Load(slots, generations, number)
-        return SlotTransfer(slots, [key_group(key) for key in wanted], number, 1)
+        return SlotTransfer(slots, self._groups(wanted), number, 1)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Give the pins of a load back."""
@@ -229,8 +311,6 @@ class KVTierManager(OffloadingManager):
         if load is None:
             raise InternalError(f"load of request {req_context.req_id} completed twice")
         self.engine.unpin(load.slots, load.generations, _context(req_context))
-
-    # --- the course of things ---
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """These chunks count as used when the request finishes."""
@@ -242,12 +322,13 @@ class KVTierManager(OffloadingManager):
         vLLM never calls ``touch``; the chunks, those on the accelerator included, and their order
         come from the end positions that it notes for the request's keys.
         """
+        self._walked = self._sourced = None
         context = _context(req_context)
-        self.engine.touch(list(context.positions), context)
-        self.engine.finish_request(context)
+        self.engine.finish_request(context, context.positions)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """End of a scheduler step."""
+        self._walked = None
         self._settle()
         self.engine.end_step()
 
@@ -265,12 +346,13 @@ class KVTierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget every chunk at once. Slots in flight come back when their copies have ended."""
+        self._walked = None
         self.engine.reset()
         # vLLM never completes what was in flight: from now on only the ranks' lines count.
-        self._left_writes += [*self._ended, *self._writes.values()]
+        self._left_stores += [*self._ended, *chain.from_iterable(self._stores.values())]
         self._left_loads.extend(self._loads.values())
         self._ended.clear()
-        self._writes.clear()
+        self._stores.clear()
         self._loads.clear()
         self._settle()
 
@@ -283,7 +365,7 @@ class KVTierManager(OffloadingManager):
 
     def _settle(self) -> None:
         """Commit, abort or free everything that all ranks have finished by now."""
-        if not (self._ended or self._left_writes or self._left_loads):
+        if not (self._ended or self._left_stores or self._left_loads):
             return
         done = self.region.finished_by_all()
         # Asked after the line above, so that no failure up to `done` is missing.
@@ -292,34 +374,30 @@ class KVTierManager(OffloadingManager):
         self._settle_stores(done)
         self._settle_leftovers(done)
         if self._failed:
-            open_writes = (*self._writes.values(), *self._ended, *self._left_writes)
-            self._failed.intersection_update(write.transfer for write in open_writes)
+            stores = chain(*self._stores.values(), self._ended, self._left_stores)
+            self._failed.intersection_update(number for one in stores for number in one.transfers)
 
     def _settle_stores(self, done: int) -> None:
-        ended = [write for write in self._ended if write.transfer <= done]
-        if not ended:
-            return
-        self._ended = [write for write in self._ended if write.transfer > done]
-        by_request: dict[str, list[_Write]] = {}
-        for write in ended:
-            by_request.setdefault(write.context.request_id, []).append(write)
-        for writes in by_request.values():
-            context = writes[0].context
-            good = [write.key for write in writes if write.transfer not in self._failed]
-            bad = [write.key for write in writes if write.transfer in self._failed]
-            self.committed_chunks += len(self.engine.commit(good, context))
-            if bad:
-                self.failed_chunks += self.engine.abort(bad, context)
+        ended, self._ended = self._ended, []
+        for store in ended:
+            if store.last > done:
+                self._ended.append(store)
+                continue
+            keys = store.keys
+            failed = self._failed.intersection(store.transfers) if self._failed else ()
+            if failed:
+                bad = dict.fromkeys(keys[number - store.first] for number in sorted(failed))
+                keys = [key for key in keys if key not in bad]
+                self.failed_chunks += self.engine.abort(list(bad), store.context)
+            self.committed_chunks += len(self.engine.commit(keys, store.context))
 
     def _settle_leftovers(self, done: int) -> None:
-        writes = [write for write in self._left_writes if write.transfer <= done]
+        stores = [store for store in self._left_stores if store.last <= done]
         loads = [load for load in self._left_loads if load.transfer <= done]
-        if writes:
-            self._left_writes = [write for write in self._left_writes if write.transfer > done]
-            self.engine.release(
-                np.array([write.slot for write in writes], dtype=np.int64),
-                np.array([write.generation for write in writes], dtype=np.uint32),
-            )
+        if stores:
+            self._left_stores = [store for store in self._left_stores if store.last > done]
+            for store in stores:
+                self.engine.release(store.slots, store.generations)
         if loads:
             self._left_loads = [load for load in self._left_loads if load.transfer > done]
             for load in loads:

@@ -24,6 +24,7 @@ from kvtier.tiers.registry import check_options
 from kvtier.types import make_geometry
 from kvtier.vllm import check_version
 from kvtier.vllm.identity import namespace_fields
+from kvtier.vllm.leftovers import sweep_at_exit
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.outlets import definitions, metadata
 from kvtier.vllm.pages import build_pages
@@ -96,8 +97,13 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """kvtier's metrics, those of the configured tiers included, for vLLM's endpoint."""
-        return {one.name: metadata(one) for one in definitions(spec_config(extra_config))}
+        """kvtier's metrics, those of the configured tiers included, for vLLM's endpoint.
+
+        vLLM asks in the process of the server, the only one that it does not kill at its end.
+        """
+        config = spec_config(extra_config)
+        sweep_at_exit(config.directory)
+        return {one.name: metadata(one) for one in definitions(config)}
 
     def __init__(self, config: OffloadingConfig) -> None:
         check_version()

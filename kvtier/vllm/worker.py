@@ -16,8 +16,10 @@ Invariants
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,15 @@ if TYPE_CHECKING:
     from kvtier.vllm.pages import WorkerPages
 
 logger = logging.getLogger("vllm.kvtier.worker")
+
+
+class WorkerResources(NamedTuple):
+    """What a worker holds, for leak checks; descriptors and threads are those of its process."""
+
+    fds: int
+    threads: int
+    jobs: int
+    """Jobs whose copies run, and those that vLLM has not been told of."""
 
 
 class TransferWorker(OffloadingWorker):
@@ -144,6 +155,11 @@ class TransferWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Block until the copies of `job_ids` have ended (vLLM is about to reuse their blocks)."""
         self.jobs.wait(job_ids)
+
+    def resources(self) -> WorkerResources:
+        """What is open and under way now."""
+        fds = len(os.listdir("/proc/self/fd"))
+        return WorkerResources(fds, threading.active_count(), len(self.jobs))
 
     def shutdown(self) -> None:
         """End the copies that run, then let go of the region. Idempotent."""

@@ -162,8 +162,6 @@ class FakeDevice(TorchMemory):
         self.waiting = threading.Event()
         self._current = threading.local()
 
-    # --- Device ---
-
     def current_stream(self) -> FakeStream:
         return getattr(self._current, "stream", self.compute)
 
@@ -264,8 +262,6 @@ class FakeDevice(TorchMemory):
         self.registered.remove(found)
         self.unregistered.append(found)
 
-    # --- the model, and the end ---
-
     def queue(
         self,
         name: str,
@@ -281,8 +277,6 @@ class FakeDevice(TorchMemory):
         assert self.violations == []
         for stream in self.streams[1:]:
             assert [work.name for work in stream.work if isinstance(work, Work)] == []
-
-    # --- carrying out ---
 
     def wait_for(self, mark: Mark) -> None:
         """What every wait of the host ends in."""

@@ -184,8 +184,6 @@ class Rig:
         self.jobs.close()
         self.region.close()
 
-    # --- jobs ---
-
     def _numbers(self, count: int) -> tuple[int, int]:
         self._job += 1
         first, self._transfer = self._transfer, self._transfer + count
@@ -227,8 +225,6 @@ class Rig:
         assert [job.error or job.broken for job in ended] == [None] * len(jobs)
         return ended
 
-    # --- what is where ---
-
     def local(self, group: int, block: int) -> list[bytes]:
         """Pages of a block, without their padding."""
         return [
@@ -261,8 +257,6 @@ class Rig:
         place = buffer.ctypes.data + addresses - addresses[0]
         plan.store(ints(blocks), place.astype(np.uint64), page_ids)
         return buffer.tobytes()
-
-    # --- the model ---
 
     def model_writes(self, group: int, blocks: Sequence[int], value: int) -> None:
         """Queue, behind work that takes its time, that the model writes `blocks`."""

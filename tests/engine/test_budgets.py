@@ -31,6 +31,9 @@ HEAVIEST = 128
 class _Nothing:
     """Stands for planner and registry, which a service that lives does not need."""
 
+    def listen(self, heard: bool, now: float) -> None:
+        """Nobody has asked it anything."""
+
 
 def supervisor(notes: Notes, take: Callable[[m.ToOwner], None]) -> Supervisor:
     nothing: Any = _Nothing()
@@ -133,8 +136,10 @@ def test_put_off_chunks_go_in_order_a_part_a_step(gone: set[int], at_once: int) 
     with clocked(slots=chunks + 100, max_inflight_bytes=at_once * 8192) as one:
         state = one.engine._tiers[0]
         state.writable = False
+        one.engine.on_new_request(one.context())  # without one all would go at once
         names = keys(*range(chunks))
         put_off(one, names)
+        one.after(0.0)
         assert len(state.backlog) == chunks
         assert len(one.engine._index.drop([names[i] for i in gone])) == len(gone)
         state.writable = True

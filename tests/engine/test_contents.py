@@ -315,9 +315,6 @@ def test_a_window_in_a_private_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         one.settle()
 
 
-# --- the test is the service ---
-
-
 def parts(tier: int, room: int, held: Sequence[bytes], size: int = 32) -> list[m.Contents]:
     """What a lister sends of these keys."""
     whole = KeyFilter(room)

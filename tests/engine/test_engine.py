@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ClosedError, ConfigError
+from kvtier.errors import ClosedError, ConfigError, TierLostError
+from kvtier.runtime import lane
 from kvtier.testing.faults import Script
 from kvtier.types import Lookup, Outcome, TierMatch
 from tests.engine.rig import CHUNK, Rig, key, keys, payload, rig, scripted
@@ -159,6 +160,27 @@ def test_cascade_reaches_all_tiers_at_once() -> None:
         hung.gates["store"].open()
 
 
+def test_a_tier_that_comes_up_while_another_opens_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "REOPEN_SECONDS", 0.02)
+    early, late = Script("early"), Script("late")
+    early.raises["open"] = TierLostError("not yet")
+    late.gates["open"].close()
+
+    def come_up() -> None:
+        time.sleep(0.2)
+        del early.raises["open"]
+        time.sleep(0.4)
+        late.gates["open"].open()
+
+    thread = threading.Thread(target=come_up)
+    thread.start()
+    with rig(slots=8, tiers=[scripted(early), scripted(late)]) as one:
+        thread.join()
+        one.step()
+        assert one.value("kvtier_tier_up", "early") == 1
+        assert one.value("kvtier_tier_up", "late") == 1
+
+
 def test_touched_chunks_outlive_others() -> None:
     """What the accelerator has is neither loaded nor stored, and is used all the same."""
     with rig(slots=4, tiers=[]) as one:
@@ -254,6 +276,34 @@ def test_a_hung_tier_does_not_hold_up_the_other() -> None:
         assert time.monotonic() - started < 0.15
         assert [call for call in hung.calls[calls:] if call[0] == "exists"] == []
         hung.gates["exists"].open()
+
+
+@pytest.mark.fault("H27")
+def test_a_hung_tier_costs_the_first_request_most() -> None:
+    """Long before its breaker opens, the next tier is asked soon."""
+    hung, good = Script("hung"), Script("good")
+    with rig(slots=8, tiers=[scripted(hung), scripted(good)], on_reset="keep") as one:
+        one.store(keys(1, 2))
+        one.settle()
+        hung.gates["exists"].close()
+        seconds = []
+        for _ in range(3):
+            one.engine.reset()
+            one.settle()
+            started = time.monotonic()
+            assert one.load(keys(1, 2)) == 2
+            seconds.append(time.monotonic() - started)
+        assert seconds[0] > 0.49
+        assert max(seconds[1:]) < 0.25
+        hung.gates["exists"].open()
+        one.engine.reset()
+        one.settle()
+        # Healthy again, it comes first again.
+        one.until(lambda: one.load(keys(3)) == 0 and not hung.running["exists"])
+        context = one.context()
+        assert one.ask(keys(1, 2), context)[0] == 2
+        assert one.engine.source(key(1), context) == "hung"
+        one.engine.finish_request(context)
 
 
 def test_breaker_closes_by_itself() -> None:

@@ -309,8 +309,6 @@ def test_the_kernel_runs_without_the_gil():
     assert (region.bytes == accelerator.bytes).all()
 
 
-# --- shapes, geometry and tiling ---
-
 SHAPE = KVShape(block_tokens=4, num_kv_heads=4, head_size=8, dtype_bytes=2, order="NHD", kv="split")
 
 

@@ -180,6 +180,46 @@ def test_cancelled_caller_leaves_nothing(run: Run, bench: Bench, operation: str)
     run(main())
 
 
+def test_after_a_failure_a_tier_is_waited_for_only_a_little(run: Run, bench: Bench) -> None:
+    """Its call goes on to its deadline and counts; one that answers in time answers as ever."""
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = await opened(bench.lane(script, breaker={"failures": 3, "open_seconds": 60}))
+
+        async def ask() -> tuple[Any, float]:
+            started = time.monotonic()
+            answer = await lane.exists(keys(1), context(0.5), never())
+            return answer, time.monotonic() - started
+
+        script.gates["exists"].close()
+        answer, seconds = await ask()
+        assert answer is Outcome.TIMEOUT
+        assert seconds > 0.49
+        for _ in range(2):
+            answer, seconds = await ask()
+            assert answer is Outcome.TIMEOUT
+            assert 0.04 < seconds < 0.25
+        assert bench.health == []
+        await until(lambda: bench.health == [(0, False, True, "no answer before the deadline")])
+        assert bench.value("kvtier_chunks_total", "tier", "exists", "timeout") == 3
+        await closed(lane)
+
+        script.gates["exists"].open()
+        lane = await opened(bench.lane(script))
+        script.always["exists"] = Outcome.LOST
+        assert (await ask())[0] is Outcome.LOST
+        del script.always["exists"]
+        assert (await ask())[0] == [Presence.ABSENT]
+        # All is well again, so it is waited for again.
+        script.gates["exists"].close()
+        assert (await ask())[1] > 0.49
+        script.gates["exists"].open()
+        await closed(lane)
+
+    run(main())
+
+
 def test_breakers_of_reads_and_writes_are_apart(run: Run, bench: Bench) -> None:
     script = Script("tier")
 

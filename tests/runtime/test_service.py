@@ -18,14 +18,17 @@ from kvtier.config import parse
 from kvtier.engine import supervisor as supervisor_module
 from kvtier.errors import ConfigError, TierLostError
 from kvtier.host.region import Region
+from kvtier.obs.events import Event
 from kvtier.runtime import lane as lane_module
 from kvtier.runtime import messages as m
+from kvtier.runtime import service as service_module
 from kvtier.runtime.service import Memory
 from kvtier.runtime.thread import ThreadCarrier
-from kvtier.testing.faults import Script, ScriptedTier
+from kvtier.testing.faults import Script, ScriptedTier, wait_until
 from kvtier.types import GroupGeometry, Outcome, make_geometry
 from tests.engine.rig import CHUNK, key, keys, payload, rig, scripted
 from tests.loops import LOOPS
+from tests.runtime import chatty
 
 
 class Unmakable(ScriptedTier):
@@ -231,6 +234,39 @@ def test_pins_stay_until_every_tier_has_ended(
         assert slow.chunks[key(1)] == (payload(key(1)), crc32c(payload(key(1))))
     assert outside.carrier.close(time.monotonic() + 2) == ""
     outside.memory = None
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_events_to_an_owner_that_sleeps_are_bounded(
+    isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not read is dropped and counted, and goes on when it reads again."""
+    tier = {"type": "ChattyTier", "module_path": chatty.__name__, "folder": str(tmp_path)}
+    with rig(slots=4, tiers=[tier], isolation=isolation) as one:
+        got: list[Event] = []
+        monkeypatch.setattr(one.engine.events, "emit_many", got.extend)
+
+        def burst(number: int) -> None:
+            (tmp_path / f"burst.{number}").touch()
+            wait_until((tmp_path / f"done.{number}").exists)
+
+        def read(bursts: int) -> None:
+            one.until(
+                lambda: (
+                    len(got) + one.value("kvtier_events_dropped_total")
+                    == bursts * chatty.BURST_EVENTS
+                )
+            )
+
+        for number in range(3):
+            burst(number)
+            time.sleep(2.5 * service_module.SAMPLES_SECONDS)  # these take the events along
+        read(3)
+        burst(3)
+        read(4)
+        # Of the bursts that it slept through the first ones, without a gap; then of the last one.
+        part = list(range(service_module.MAX_EVENTS))
+        assert [int.from_bytes(one.key, "big") for one in got] == part + part
 
 
 @pytest.mark.fault("H08")

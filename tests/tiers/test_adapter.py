@@ -304,9 +304,6 @@ async def test_four_methods_are_enough(arena: Arena) -> None:
     await tier.aclose(time.monotonic() + 1)
 
 
-# --- in the engine ---
-
-
 def test_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with rig(slots=8, tiers=[OWN], isolation="process") as one:
@@ -369,9 +366,6 @@ def test_a_job_without_an_end_costs_its_slots_alone() -> None:
         manager.held = False
         one.until(lambda: one.engine.cache.slots.totals()["service_pins"] == 0)
         one.settle()
-
-
-# --- vLLM's classes ---
 
 
 @pytest.mark.needs("vllm")

@@ -122,6 +122,7 @@ class Host:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.driver: Any = None
 
     def start(
         self,
@@ -167,12 +168,15 @@ class Host:
         config = self.llm.llm_engine.vllm_config.cache_config
         return {"block_size": config.block_size, "pid": os.getpid()}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8) -> list[dict[str, Any]]:
-        """Run prompts together, greedily."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Run prompts together, greedily; `salt` is vLLM's ``cache_salt``."""
         from vllm import SamplingParams  # lazy: see start
 
+        salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [{"prompt_token_ids": prompt, **salted} for prompt in prompts],
             SamplingParams(
                 temperature=0.0,
                 max_tokens=max_tokens,
@@ -190,6 +194,77 @@ class Host:
             }
             for output in outputs
         ]
+
+    def drive(self, name: str, **arguments: Any) -> Any:
+        """A method of ``Driver``, which is made at the first call."""
+        from tests.vllm.driver import Driver  # lazy: only where steps are counted
+
+        if self.driver is None:
+            self.driver = Driver(self.llm)
+        return getattr(self.driver, name)(**arguments)
+
+    def soak(self, **arguments: Any) -> dict[str, Any]:
+        """See ``tests.vllm.soak``."""
+        from tests.vllm.driver import Driver  # lazy: see drive
+        from tests.vllm.soak import soak
+
+        self.driver = self.driver or Driver(self.llm)
+        return soak(self.driver, **arguments)
+
+    def judge(self, answers: list[dict[str, Any]]) -> list[float]:
+        """How far answers are from those of this engine, each run cold by itself: up to the first
+        token that differs by their probabilities, and there by how much less likely it is here."""
+        from vllm import SamplingParams  # lazy: see start
+
+        runs: dict[str, Any] = {}
+        far = []
+        for answer in answers:
+            asked = json.dumps([answer["prompt"], answer["max_tokens"], answer["stop"]])
+            if asked not in runs:
+                assert self.reset()
+                (output,) = self.llm.generate(
+                    {"prompt_token_ids": answer["prompt"]},
+                    SamplingParams(
+                        temperature=0.0,
+                        max_tokens=answer["max_tokens"],
+                        logprobs=20,
+                        detokenize=False,
+                        ignore_eos=True,
+                        stop_token_ids=answer["stop"],
+                    ),
+                    use_tqdm=False,
+                )
+                assert output.num_cached_tokens == 0
+                runs[asked] = output.outputs[0]
+            cold = runs[asked]
+            worst = 0.0
+            for place, mine in enumerate(cold.token_ids):
+                likely = cold.logprobs[place]
+                token = answer["tokens"][place]
+                if token != mine:
+                    here = likely[token].logprob if token in likely else float("-inf")
+                    worst = max(worst, min(100.0, likely[mine].logprob - here))
+                    break
+                worst = max(worst, abs(likely[mine].logprob - answer["logprobs"][place]))
+            else:
+                assert len(answer["tokens"]) == len(cold.token_ids)
+            far.append(worst)
+        return far
+
+    def damaged(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same questions, answered over host memory in which every chunk is damaged."""
+        again = []
+        for answer in answers:
+            asked = {key: answer[key] for key in ("prompt", "max_tokens", "stop")}
+            name = f"damaged{len(again)}"
+            self.driver.add(f"{name}a", **asked)
+            self.driver.close_accounts()
+            assert self.reset()
+            self.rpc("kvt_damage", ["heads", 4, 0])
+            again.append(asked | self.driver.answer(name, **asked))
+            self.driver.close_accounts()
+            assert self.reset(connector=True)
+        return again
 
     def reset(self, connector: bool = False) -> bool:
         """Empty the device's prefix cache, and kvtier's with `connector`."""
@@ -209,6 +284,7 @@ class Host:
             "tier_hits": stats.tier_hits,
             "stored_bytes": stats.stored_bytes,
             "loaded_bytes": stats.loaded_bytes,
+            "failures": stats.failures,
             "corrupt": {
                 labels[0]: count
                 for labels, count in manager.engine.registry.series(
@@ -220,8 +296,8 @@ class Host:
             "committed": manager.committed_chunks,
             "failed": manager.failed_chunks,
             "evicted": manager.evicted_chunks,
-            "in_flight": len(manager._writes) + len(manager._loads),
-            "left": len(manager._left_writes) + len(manager._left_loads),
+            "in_flight": len(manager._stores) + len(manager._loads),
+            "left": len(manager._left_stores) + len(manager._left_loads),
             "ready": index.num_ready,
             "free": index.num_free,
             "writing": index.num_writing,
@@ -286,7 +362,7 @@ class Host:
         """Shut vLLM down as a program does that has finished with it."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
-            self.llm = None
+            self.llm = self.driver = None
 
 
 def serve(fd: int) -> None:

@@ -8,6 +8,7 @@ empty, and so many chunks came from the files.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,235 @@ def test_tiers_of_other_people(
             assert hits == 0
             assert after["corrupt"]["own"] >= 1
             assert again["tokens"] == control["tokens"]
+
+
+class Gated:
+    """An engine driven step by step, whose one tier has gates.
+
+    Parameters
+    ----------
+    engine : Engine
+    folder : Path
+        Of the gates' files.
+    """
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+
+    def drive(self, method: str, **arguments: Any) -> Any:
+        return self.engine.call("drive", name=method, **arguments)
+
+    def close_gate(self, operation: str) -> None:
+        (self.folder / f"came-{operation}").unlink(missing_ok=True)
+        (self.folder / f"close-{operation}").touch()
+
+    def open_gate(self, operation: str) -> None:
+        (self.folder / f"close-{operation}").unlink()
+
+    def step_to(self, operation: str) -> None:
+        """Step until a call waits at a gate."""
+        self.drive("step_until", file=str(self.folder / f"came-{operation}"))
+
+    def run(self, request: str, tokens: list[int]) -> dict[str, Any]:
+        """One answer, and all steps that vLLM's loop makes for it and after it."""
+        self.drive("add", request=request, prompt=tokens)
+        self.drive("drain")
+        return self.drive("state")["finished"][request]
+
+    def nothing_in_use(self) -> dict[str, Any]:
+        """Accounts at a quiet point."""
+        left = self.drive("close_accounts")
+        for account in ("writes", "loads", "held", "lent", "finds", "cascades", "requests"):
+            assert left[account] == 0, (account, left)
+        assert left["service"]["jobs"] == 0
+        assert left["blocks"] == {}
+        return left
+
+
+def gated(folder: Path, **more: Any) -> dict[str, Any]:
+    """Configuration of the gated tier."""
+    folder.mkdir(exist_ok=True)
+    return {
+        "type": "GatedTier",
+        "module_path": "tests.vllm.scripted",
+        "name": "gated",
+        "script": "gated",
+        "folder": str(folder),
+    } | more
+
+
+@pytest.mark.fault("H25")
+def test_a_tier_that_never_stores_costs_no_block_and_no_step(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    """The store of the one tier there is hangs for good; vLLM's accelerator is none the wiser."""
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        tiers = [gated(tmp_path / "gates", timeout_seconds=600)]
+        engine.start(
+            **options(
+                model,
+                own_shm_directory,
+                tmp_path,
+                secondary_tiers=tiers,
+                flush_on_shutdown_seconds=1,
+            )
+        )
+        one = Gated(engine, tmp_path / "gates")
+        one.close_gate("store")
+        free = one.drive("state")["free_blocks"]
+        assert free == DEVICE_BLOCKS - 1  # vLLM keeps block 0 for itself
+        for seed in range(10):  # seven times what the accelerator holds
+            assert one.run(f"r{seed}", prompt(seed))["cached"] == 0
+            state = one.drive("state")
+            assert state["free_blocks"] == free
+            assert state["blocks"] == {}
+        assert (tmp_path / "gates" / "came-store").exists()
+        assert state["cascades"] > 0
+        # The service is busy and the engine is idle: not one step.
+        assert one.drive("idle_for", span=1.0) == {"schedules": 0, "service_idle": False}
+        # Several at once, more than fit side by side.
+        for seed in range(20, 26):
+            one.drive("add", request=f"r{seed}", prompt=prompt(seed))
+        one.drive("drain")
+        state = one.drive("state")
+        assert len(state["finished"]) == 16
+        assert state["free_blocks"] == free
+        # The gate stays closed: the engine ends all the same.
+        started = time.monotonic()
+        engine.close()
+        assert time.monotonic() - started < 25.0
+
+
+@pytest.mark.fault("H05")
+def test_a_promotion_under_way_holds_no_block_and_is_no_hit(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    mine = prompt(1)
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        tiers = [gated(tmp_path / "gates", timeout_seconds=600)]
+        arguments = options(
+            model,
+            own_shm_directory,
+            tmp_path,
+            secondary_tiers=tiers,
+            lookup_timeout_seconds=600,
+        )
+        engine.start(**arguments)
+        one = Gated(engine, tmp_path / "gates")
+        one.run("cold", mine)
+        control = one.run("control", mine)
+        for seed in range(900, 906):
+            one.run(f"filler{seed}", prompt(seed))
+            one.nothing_in_use()
+        assert engine.call("reset")
+        free = one.drive("state")["free_blocks"]
+        before = engine.call("manager")["tier_hits"]["gated"]
+        one.close_gate("load")
+        one.drive("add", request="mine", prompt=mine)
+        one.step_to("load")
+        ended = len(one.drive("state")["finished"])
+        for seed in range(20, 23):  # others run meanwhile
+            one.drive("add", request=f"other{seed}", prompt=prompt(seed))
+        one.drive("step_until", ended=ended + 3)
+        state = one.drive("state")
+        assert "mine" not in state["finished"]
+        assert state["blocks"] == {"mine": 0}
+        assert state["free_blocks"] == free
+        assert set(state["answers"]["mine"]) <= {"RETRY", "HIT_PENDING"}
+        assert engine.call("manager")["tier_hits"]["gated"] == before
+        one.open_gate("load")
+        one.drive("drain")
+        state = one.drive("state")
+        assert "HIT" in state["answers"]["mine"]
+        assert state["finished"]["mine"]["cached"] == CHUNKS * BLOCK_TOKENS
+        assert state["finished"]["mine"]["tokens"] == control["tokens"]
+        assert state["finished"]["mine"]["logprobs"] == pytest.approx(control["logprobs"], abs=5e-5)
+        one.nothing_in_use()
+        assert engine.call("manager")["tier_hits"]["gated"] == before + CHUNKS
+
+
+@pytest.mark.fault("C23", "C24")
+def test_a_reset_in_the_middle_of_everything(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    """Copies from the accelerator, cascades and a promotion are under way: none leaks, and nothing
+    from before the reset is found in any tier."""
+    old, pending, running = prompt(1), prompt(2), prompt(3)
+    files = {"type": "fs", "root_dir": str(tmp_path / "files"), "capacity_bytes": "1GiB"}
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        tiers = [gated(tmp_path / "gates", timeout_seconds=600), files]
+        arguments = options(
+            model,
+            own_shm_directory,
+            tmp_path,
+            secondary_tiers=tiers,
+            lookup_timeout_seconds=600,
+        )
+        engine.start(**arguments)
+        one = Gated(engine, tmp_path / "gates")
+        one.run("old", old)
+        one.run("pending", pending)
+        for seed in range(900, 906):
+            one.run(f"filler{seed}", prompt(seed))
+            one.nothing_in_use()
+        assert engine.call("reset")
+        one.close_gate("load")
+        one.close_gate("store")
+        one.drive("add", request="waits", prompt=pending)
+        one.step_to("load")
+        one.drive("add", request="stored", prompt=prompt(4))  # its cascades will hang
+        one.step_to("store")
+        one.drive("add", request="running", prompt=running, max_tokens=200)
+        one.drive("step_until", writes=True)
+        state = one.drive("state")
+        assert state["finds"] > 0
+        assert state["cascades"] > 0
+        assert state["writes"] > 0
+        assert one.drive("reset", running=True)
+        one.open_gate("load")
+        one.open_gate("store")
+        one.drive("drain")
+        finished = one.drive("state")["finished"]
+        assert finished["waits"]["cached"] == 0
+        assert len(finished["running"]["tokens"]) == 200
+        one.nothing_in_use()
+        before = engine.call("manager")["tier_hits"]
+        for name, tokens in (("old2", old), ("stored2", prompt(4)), ("filler2", prompt(905))):
+            assert one.run(name, tokens)["cached"] == 0
+            one.nothing_in_use()
+        assert engine.call("manager")["tier_hits"] == before
+        # What was written after it is found.
+        assert engine.call("reset")
+        assert one.run("old3", old)["cached"] == CHUNKS * BLOCK_TOKENS
+        one.nothing_in_use()
+
+
+def test_the_last_cascade_of_a_burst_needs_no_step(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    files = tmp_path / "files"
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        engine.start(**options(model, own_shm_directory, files))
+        one = Gated(engine, tmp_path)
+
+        def burst(seeds: range) -> None:
+            for seed in seeds:
+                # It ends with its prefill, and its stores come with the last steps of all.
+                one.drive("add", request=f"r{seed}", prompt=prompt(seed), max_tokens=1)
+            one.drive("drain")  # to the last step that vLLM's loop makes
+
+        def wait_for(chunks: int) -> None:
+            deadline = time.monotonic() + 20.0
+            while len(list(files.rglob("*.kv"))) < chunks:
+                assert time.monotonic() < deadline, "the last chunks are not written"
+                time.sleep(0.05)
+            assert one.drive("idle_for", span=0.2)["schedules"] == 0
+
+        # As much as may be on its way to a tier at once: half of host memory.
+        assert 2 * CHUNKS * (256 << 10) == HOST_BYTES // 2
+        burst(range(2))
+        wait_for(2 * CHUNKS)
+        # What is beyond that the tiers' process gets as the last request ends, and sends by itself.
+        burst(range(2, 5))
+        wait_for(5 * CHUNKS)

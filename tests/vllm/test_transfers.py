@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,13 @@ class Rig:
     """`ranks` workers and a manager; pages are opaque, an area for each rank."""
 
     def __init__(
-        self, directory: str, ranks: int, blocks_per_chunk: int, slots: int, devices: Sequence[Any]
+        self,
+        directory: str,
+        ranks: int,
+        blocks_per_chunk: int,
+        slots: int,
+        devices: Sequence[Any],
+        **config: Any,
     ) -> None:
         # lazy: vLLM and torch take seconds, and only these tests need them.
         import torch
@@ -61,7 +68,7 @@ class Rig:
                 torch.from_numpy(rng.integers(-128, 128, (BLOCKS, PAGE), dtype=np.int8))
                 for _ in LAYERS
             ]
-            config = SimpleNamespace(
+            offloading = SimpleNamespace(
                 groups=[SimpleNamespace(group_id=0, layer_names=LAYERS, tokens_per_block=16)],
                 parallel=SimpleNamespace(rank=rank, world_size=ranks),
                 cache=SimpleNamespace(blocks_per_chunk=blocks_per_chunk),
@@ -70,7 +77,7 @@ class Rig:
                 [CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors],
                 [[CanonicalKVCacheRef(index, PAGE) for index in range(len(LAYERS))]],
             )
-            pages = build_pages(config, caches, (None,))
+            pages = build_pages(offloading, caches, (None,))
             capacity = slots * pages.groups[0].payload_bytes
             region = Region.create(
                 "rig", make_geometry(pages.groups, capacity), {}, ranks, directory=directory
@@ -83,9 +90,10 @@ class Rig:
                     device.own(tensor)
             self.workers.append(TransferWorker(region, pages, rank, device=device))
         self.manager = KVTierManager(
-            Region.attach("rig", directory=directory), parse({"capacity_bytes": capacity})
+            Region.attach("rig", directory=directory), parse({"capacity_bytes": capacity} | config)
         )
         self._job = 0
+        self.base = [worker.resources() for worker in self.workers]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -145,15 +153,22 @@ class Rig:
         index.check()
         assert index.num_writing == index.num_orphans == 0
         assert index.num_free + index.num_ready == index.capacity
+        assert self.manager.engine.cache.slots.totals()["owner_pins"] == 0
+        # Every rank says the same of descriptors and threads: they share this process.
+        assert [worker.resources() for worker in self.workers] == self.base
 
 
 @contextlib.contextmanager
 def rig(
-    ranks: int = 1, blocks_per_chunk: int = 1, slots: int = 8, devices: Sequence[Any] = ()
+    ranks: int = 1,
+    blocks_per_chunk: int = 1,
+    slots: int = 8,
+    devices: Sequence[Any] = (),
+    **config: Any,
 ) -> Iterator[Rig]:
     """`devices`: one of each rank, where the accelerator has a memory of its own."""
     with tempfile.TemporaryDirectory(prefix="kvt-test-", dir="/dev/shm") as directory:
-        made = Rig(directory, ranks, blocks_per_chunk, slots, devices)
+        made = Rig(directory, ranks, blocks_per_chunk, slots, devices, **config)
         try:
             yield made
         finally:
@@ -261,12 +276,106 @@ def test_a_chunk_is_no_hit_before_all_ranks_have_written_it() -> None:
             worker.submit_store(1, made.blocks([1]), output.store_spec)
         assert gate.entered.wait(30)
         made.finish(1, [0])
+        assert [worker.resources().jobs for worker in made.workers] == [0, 1]
         # vLLM is wrong here: one rank has not finished.
         made.manager.complete_store({key(1)}, made.context())
         assert made.states([key(1)]) == ["HIT_PENDING"]
         gate.open.set()
         made.finish(1, [1])
         assert made.states([key(1)]) == ["HIT"]
+        made.check()
+
+
+@pytest.mark.fault("C22")
+def test_a_preempted_request_gives_no_block_away_before_its_store_has_read_it() -> None:
+    """What vLLM does at a preemption: wait for the stores of the blocks, then hand them on."""
+    with rig() as made:
+        before = made.content(0, 1)
+        worker = made.workers[0]
+        gate = Gate(worker)
+        output = made.manager.prepare_store([key(1)], made.context())
+        job = made.job()
+        worker.submit_store(job, made.blocks([1]), output.store_spec)
+        assert gate.entered.wait(30)
+        given_away = threading.Event()
+
+        def preempt() -> None:
+            worker.wait({job})
+            given_away.set()
+            for tensor in made.tensors[0]:
+                tensor[1] = 77
+
+        scheduler = threading.Thread(target=preempt)
+        scheduler.start()
+        try:
+            # It has to wait: with a `wait` that returns, the event comes at once.
+            assert not given_away.wait(0.3)
+            assert worker.resources().jobs == 1
+        finally:
+            gate.open.set()
+            scheduler.join(30)
+        assert given_away.is_set()
+        assert made.content(0, 1) != before
+        made.finish(job)
+        made.manager.complete_store({key(1)}, made.context())
+        made.load([key(1)], [20])
+        assert made.content(0, 20) == before
+        made.check()
+
+
+@pytest.mark.fault("L13")
+@pytest.mark.parametrize("completed", [False, True], ids=["open", "completed"])
+@pytest.mark.parametrize("reset", [False, True], ids=["", "reset"])
+def test_a_rank_that_does_not_report_costs_its_slot_and_no_reader(
+    completed: bool, reset: bool
+) -> None:
+    """One of four ranks keeps its part of a store to itself, whatever vLLM says of the job."""
+    with rig(ranks=4, slots=2, lookup_timeout_seconds=0.3) as made:
+        manager = made.manager
+        gate = Gate(made.workers[3])
+        output = manager.prepare_store([key(1)], made.context("writer"))
+        (slot,) = output.store_spec.slots.tolist()
+        job = made.job()
+        for worker in made.workers:
+            worker.submit_store(job, made.blocks([1]), output.store_spec)
+        assert gate.entered.wait(30)
+        made.finish(job, [0, 1, 2])
+        if completed:
+            manager.complete_store({key(1)}, made.context("writer"))
+
+        reader = made.context("reader")
+        started = time.monotonic()
+        answers = {manager.lookup(key(1), reader).name}
+        while "MISS" not in answers:
+            assert time.monotonic() < started + 5, "far beyond the lookup's deadline"
+            time.sleep(0.01)
+            manager.on_schedule_end(None)
+            answers.add(manager.lookup(key(1), reader).name)
+        assert answers == {"HIT_PENDING", "MISS"}
+
+        if reset:
+            manager.reset_cache()
+        # There are two slots, and one of them may still be written.
+        more = manager.prepare_store([key(2), key(3)], made.context("other"))
+        assert more.keys_to_store == [key(2)]
+        assert more.store_spec.slots.tolist() != [slot]
+
+        gate.open.set()
+        made.finish(job, [3])
+        if not (completed or reset):
+            manager.complete_store({key(1)}, made.context("writer"))
+        manager.on_schedule_end(None)
+        other = made.job()
+        for worker in made.workers:
+            worker.submit_store(other, made.blocks([2]), more.store_spec)
+        made.finish(other)
+        manager.complete_store({key(2)}, made.context("other"))
+        assert made.states([key(1), key(2)]) == ["MISS" if reset else "HIT", "HIT"]
+        if not reset:
+            made.load([key(1)], [20])
+            assert [made.content(rank, 20) for rank in range(4)] == [
+                made.content(rank, 1) for rank in range(4)
+            ]
         made.check()
 
 
