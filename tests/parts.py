@@ -170,6 +170,15 @@ def _cuda() -> str | None:
     return None if os.path.exists("/dev/nvidiactl") else "no NVIDIA device"
 
 
+def _torch_cuda() -> str | None:
+    """Whether torch can use a GPU; in a process of its own, since CUDA never leaves one again."""
+    if importlib.util.find_spec("torch") is None:
+        return "python package torch not installed"
+    command = [sys.executable, "-c", "import torch; exit(not torch.cuda.is_available())"]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    return None if done.returncode == 0 else "torch finds no GPU"
+
+
 PARTS: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "mount": _mount,
@@ -186,10 +195,11 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "registry": _registry,
     "trace": _trace,
     "cuda": _cuda,
+    "torch-cuda": _torch_cuda,
 }
 """Part to probe: None if it is there, else the reason why not."""
 
-NEVER_REQUIRED = frozenset({"cuda", "huge-pages", "trace"})
+NEVER_REQUIRED = frozenset({"cuda", "torch-cuda", "huge-pages", "trace"})
 """What ``KVTIER_REQUIRE=all`` cannot ask of every machine; naming the part still requires it."""
 
 

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kvtier.config", "kvtier.options", "kvtier._yaml", "kvtier.namespace", "kvtier.types",
      "kvtier.errors"),
     ("kvtier.host", "kvtier.layout", "kvtier.obs"),
+    ("kvtier.device",),
     ("kvtier.tiers",),
     ("kvtier.runtime",),
     ("kvtier.engine",),
@@ -35,11 +36,12 @@ EXCEPTIONS = {
 }
 
 BARE = ("kvtier.runtime", "kvtier.tiers", "kvtier.host", "kvtier._core", "kvtier.config",
-        "kvtier.namespace", "kvtier.obs", "kvtier.layout", "kvtier.types")  # fmt: skip
+        "kvtier.namespace", "kvtier.obs", "kvtier.layout", "kvtier.types",
+        "kvtier.device")  # fmt: skip
 """What loads without torch and vLLM."""
 
 # vLLM's way in may import torch and vLLM; so may these when they are asked to.
-HEAVY_ALLOWED = ("kvtier.vllm", "kvtier.bench", "kvtier.layout.torch")
+HEAVY_ALLOWED = ("kvtier.vllm", "kvtier.bench", "kvtier.device.cuda")
 
 
 def module_name(path: Path, root: Path = PACKAGE) -> str:
@@ -185,7 +187,7 @@ sys.meta_path.insert(0, Blocked())
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{name}."):
-        if not info.name.endswith("__main__") and not info.name.startswith("kvtier.layout.torch"):
+        if not info.name.endswith("__main__") and not info.name.startswith("kvtier.device.cuda"):
             importlib.import_module(info.name)
 print(*(name for name in sys.modules if name.partition(".")[0] in ("torch", "vllm")))
 """

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvtier._core.runs import Run
 from kvtier.errors import ConfigError
 from kvtier.layout.pages import OpaqueShape, PageMapping
@@ -32,10 +34,12 @@ class WorkerPages:
         caches: CanonicalKVCaches,
         groups: tuple[GroupGeometry, ...],
         layer_pages: tuple[list[LayerPage], ...],
+        device: torch.device,
     ) -> None:
         self.caches = caches
         self.groups = groups
         self.layer_pages = layer_pages
+        self.device = device
 
     @property
     def portable(self) -> bool:
@@ -94,6 +98,22 @@ def page_names(layer_names: tuple[str, ...], num_refs: int) -> tuple[str, ...]:
     return tuple(f"packed.{index}" for index in range(num_refs))
 
 
+def usable_device(devices: set[torch.device]) -> torch.device:
+    """The one device of all tensors: host memory, or a GPU that torch can use.
+
+    Raises
+    ------
+    ConfigError
+        If it is another kind, or if there are several.
+    """
+    if len(devices) != 1:
+        raise ConfigError(f"the KV cache of one worker lies on {sorted(map(str, devices))}")
+    (device,) = devices
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        return device
+    raise ConfigError(f"the KV cache lies on {device}: only CPU memory and CUDA devices work")
+
+
 def build_pages(
     config: OffloadingConfig,
     caches: CanonicalKVCaches,
@@ -113,7 +133,7 @@ def build_pages(
     ------
     ConfigError
         If the groups that vLLM offloads are not numbered from 0 on, if a group has no page, or if
-        a tensor is not flat bytes in host memory.
+        a tensor is not flat bytes, or they lie where kvtier cannot copy from.
     """
     if [group.group_id for group in config.groups] != list(range(len(config.groups))):
         raise ConfigError(
@@ -123,6 +143,7 @@ def build_pages(
     parallel = config.parallel
     groups = []
     layer_pages = []
+    devices: set[torch.device] = set()
     for group, refs, window in zip(config.groups, caches.group_data_refs, windows, strict=True):
         if not refs:
             raise ConfigError(f"KV cache group {group.group_id} has no page to offload")
@@ -133,8 +154,7 @@ def build_pages(
             tensor = caches.tensors[ref.tensor_idx].tensor
             if tensor.element_size() != 1 or tensor.dim() != 2 or tensor.stride(1) != 1:
                 raise ConfigError(f"layer {name}: vLLM's tensor is not flat bytes by block")
-            if tensor.device.type != "cpu":
-                raise ConfigError(f"layer {name} lies on {tensor.device}, only CPU memory works")
+            devices.add(tensor.device)
             mapping = page_mapping(ref, parallel.rank, parallel.world_size)
             pages.append(PageGeometry(name, offset, mapping.canonical_bytes))
             placed.append(
@@ -158,4 +178,4 @@ def build_pages(
             )
         )
         layer_pages.append(placed)
-    return WorkerPages(caches, tuple(groups), tuple(layer_pages))
+    return WorkerPages(caches, tuple(groups), tuple(layer_pages), usable_device(devices))

@@ -38,7 +38,13 @@ class Rig:
     """`ranks` workers and a manager; pages are opaque, an area for each rank."""
 
     def __init__(
-        self, directory: str, ranks: int, blocks_per_chunk: int, slots: int, **config: Any
+        self,
+        directory: str,
+        ranks: int,
+        blocks_per_chunk: int,
+        slots: int,
+        devices: Sequence[Any],
+        **config: Any,
     ) -> None:
         # lazy: vLLM and torch take seconds, and only these tests need them.
         import torch
@@ -78,7 +84,11 @@ class Rig:
             )
             region.sign(rank)
             self.tensors.append(tensors)
-            self.workers.append(TransferWorker(region, pages, rank))
+            device = devices[rank] if devices else None
+            if device is not None:
+                for tensor in tensors:
+                    device.own(tensor)
+            self.workers.append(TransferWorker(region, pages, rank, device=device))
         self.manager = KVTierManager(
             Region.attach("rig", directory=directory), parse({"capacity_bytes": capacity} | config)
         )
@@ -149,9 +159,16 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(ranks: int = 1, blocks_per_chunk: int = 1, slots: int = 8, **config: Any) -> Iterator[Rig]:
+def rig(
+    ranks: int = 1,
+    blocks_per_chunk: int = 1,
+    slots: int = 8,
+    devices: Sequence[Any] = (),
+    **config: Any,
+) -> Iterator[Rig]:
+    """`devices`: one of each rank, where the accelerator has a memory of its own."""
     with tempfile.TemporaryDirectory(prefix="kvt-test-", dir="/dev/shm") as directory:
-        made = Rig(directory, ranks, blocks_per_chunk, slots, **config)
+        made = Rig(directory, ranks, blocks_per_chunk, slots, devices, **config)
         try:
             yield made
         finally:
@@ -164,8 +181,9 @@ class Gate:
     def __init__(self, worker: Any) -> None:
         self.entered = threading.Event()
         self.open = threading.Event()
-        (self._plan,) = worker.plans
-        worker.plans = (self,)
+        engine = worker.jobs.engine
+        (self._plan,) = engine.plans
+        engine.plans = (self,)
         self.local_bytes = 1 << 30  # never inline
 
     def check(self, *args: Any) -> None:
