@@ -65,11 +65,12 @@ files (8 to 32 threads, two cores, virtual disk):
 - Stores of 512 KiB and more: 0.95 to 1.5 GB/s, the same as fio in a new file (0.8 to 1.4); fio
   over the same blocks has 1.6 to 2.4. Preallocation changes nothing: the device takes new blocks
   slower.
-- A load of 64 KiB: the device. Both tiers have 1.3 to 1.5 times fio's best depth, at some 30,000
-  requests a second and with half of the two processors idle, so that none can be 1.5 times the
-  other here. Tried: 8, 16 and 32 readers (1.7, 1.8, 2.0 GB/s), files without a trailer, plain
-  threads in C on both tiers' files, huge pages (plain direct reads: 1.1 GB/s into scattered pages
-  of 4 KiB, 1.9 into huge ones; at 512 KiB 1.3 and 3.2).
+- Loads depend on how host memory lies. Plain direct reads of 64 KiB have 1.1 GB/s into scattered
+  pages of 4 KiB and 1.9 into huge ones, of 512 KiB 1.3 and 3.2. kvtier's region has huge pages;
+  vLLM's has pages of 4 KiB, scattered on a machine that has been up for a while, and in order,
+  so that a transfer has few segments all the same, in the first minutes after a boot. Then both
+  tiers load 64 KiB at the device's limit, 1.3 to 1.5 times fio's best depth, and neither is faster
+  (8, 16 and 32 readers: 1.7, 1.8, 2.0 GB/s; files without a trailer the same).
 """
 
 SIZES = {"64KiB": 64 << 10, "512KiB": 512 << 10, "2MiB": 2 << 20}
