@@ -43,7 +43,8 @@ FAILURES = (
 )
 AUDIT_EVERY = 10
 """Checks, from one question to the service to the next."""
-ENDING_JOBS = 4
+ENDING_JOBS = 16
+"""Jobs whose last message is out while calls of theirs that were given up still end."""
 AUDIT_SECONDS = 0.25
 CRC_THREADS = 2
 """A service starts them when it first needs them."""
@@ -375,8 +376,7 @@ class World:
         if got is None:
             return  # dead, stopped, or waiting for a tier that hangs in a reset
         self.audits += 1
-        # The last message of a job is out a little before the job has ended; what grows is a leak,
-        # and at the end there is none at all.
+        # What grows is a leak, and at the end there is none at all.
         assert got.jobs <= jobs + ENDING_JOBS, f"{got}, the owner knows {jobs}"
         assert got.threads <= self.base.threads + CRC_THREADS, got
         assert got.fds <= self.base.fds, got
