@@ -36,19 +36,10 @@ def split_store(
     blocks can be dealt only when none but leading blocks of the first chunk are missing. Otherwise
     every chunk of the group comes back empty and not whole: nobody can say which is which.
     """
-    count = len(slots)
     missing = first_block_index % blocks_per_chunk
-    none = block_ids[:0]
-    if len(block_ids) != count * blocks_per_chunk - missing:
-        return [Chunk(int(slot), 0, none, False) for slot in slots]
-    chunks = []
-    taken = 0
-    for position, slot in enumerate(slots):
-        first = missing if position == 0 else 0
-        part = block_ids[taken : taken + blocks_per_chunk - first]
-        taken += len(part)
-        chunks.append(Chunk(int(slot), first, part, first == 0))
-    return chunks
+    if len(block_ids) != len(slots) * blocks_per_chunk - missing:
+        return [Chunk(int(slot), 0, block_ids[:0], False) for slot in slots]
+    return _deal(slots, block_ids, missing, blocks_per_chunk)
 
 
 def split_load(
@@ -75,10 +66,20 @@ def split_load(
             f"{len(block_ids)} blocks from block {first_block_index} span {spanned} chunks of "
             f"{blocks_per_chunk}, but the job has {len(slots)} slots"
         )
+    return _deal(slots, block_ids, first, blocks_per_chunk)
+
+
+def _deal(
+    slots: npt.NDArray[np.int64],
+    block_ids: npt.NDArray[np.int64],
+    first_block: int,
+    blocks_per_chunk: int,
+) -> list[Chunk]:
+    """Blocks to chunks in order, from `first_block` of the first chunk on."""
     chunks = []
     taken = 0
     for position, slot in enumerate(slots):
-        start = first if position == 0 else 0
+        start = first_block if position == 0 else 0
         part = block_ids[taken : taken + blocks_per_chunk - start]
         taken += len(part)
         chunks.append(Chunk(int(slot), start, part, len(part) == blocks_per_chunk))

@@ -142,10 +142,9 @@ class Planner:
         """Answer for the keys from `start` on, the first of which is not READY: that of the first
         one that will come, MISS if none will or all after it are there."""
         if not request.status and self.loads.asks_all(request):
-            rest = keys[start:] if start else keys
-            absent = [key for key, state in zip(rest, states[start:], strict=True) if not state]
-            if self.loads.ask_all(absent, request) == len(absent):
-                return self._first_look(keys, states, start, request, now)
+            first = self._first_look(keys, states, start, request, now)
+            if first is not None:
+                return first
         answer = Lookup.MISS
         status = request.status
         waits = request.wait_until is not None and now < request.wait_until
@@ -177,10 +176,14 @@ class Planner:
 
     def _first_look(
         self, keys: Sequence[bytes], states: bytes, start: int, request: Request, now: float
-    ) -> Lookup:
-        """``absent_batch`` for a request that nothing was known of: all its keys are asked."""
+    ) -> Lookup | None:
+        """``absent_batch`` for a request that nothing is known of: all that is absent is asked.
+        None if some of it is known to be in no tier."""
         rest = keys[start:] if start else keys
         there = states[start:]
+        absent = [key for key, state in zip(rest, there, strict=True) if not state]
+        if self.loads.ask_all(absent, request) < len(absent):
+            return None
         if READY in there:
             ready = [key for key, state in zip(rest, there, strict=True) if state == READY]
             self.hit(ready, request)

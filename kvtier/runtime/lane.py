@@ -311,7 +311,7 @@ class Lane:
             log.warning("tier %s could not forget corrupt chunks: %s", self.tier.name, call.error)
 
     def _refuse(self, breaker: Breaker) -> Outcome | None:
-        if self._closing or not self._is_open:
+        if not self.is_open:
             return Outcome.LOST
         return None if breaker.allow(self._clock()) else Outcome.DROPPED
 

@@ -145,8 +145,8 @@ class Contents(msgspec.Struct, frozen=True, array_like=True, tag=True):
     room: int
     """Of the filter (``KeyFilter``)."""
     offset: int
-    """The first part, at 0, starts a filter anew."""
     bits: Bytes
+    """None in the first part, which starts a filter anew."""
     final: bool
 
 

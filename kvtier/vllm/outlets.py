@@ -59,12 +59,11 @@ class StatsOutlet:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._bounds = {one.name: one.buckets for one in definitions(engine.config)}
+        self._definitions = {one.name: one for one in definitions(engine.config)}
         self._counters: dict[tuple[str, tuple[str, ...]], float] = {}
         self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
         self._histograms: dict[tuple[str, tuple[str, ...]], tuple[float, list[int]]] = {}
         engine.registry.listen(self._add)
-        self._kinds = {one.name: one.kind for one in definitions(engine.config)}
 
     def _add(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -73,7 +72,7 @@ class StatsOutlet:
                 total, counts = self._histograms.get(key, (0.0, [0] * len(sample.buckets)))
                 counts = [one + more for one, more in zip(counts, sample.buckets, strict=True)]
                 self._histograms[key] = (total + sample.value, counts)
-            elif self._kinds[sample.name] == "gauge":
+            elif self._definitions[sample.name].kind == "gauge":
                 self._gauges[key] = sample.value
             else:
                 self._counters[key] = self._counters.get(key, 0.0) + sample.value
@@ -91,7 +90,7 @@ class StatsOutlet:
         for (name, labels), value in self._gauges.items():
             stats.set_gauge(name, value, labels)
         for (name, labels), (total, counts) in self._histograms.items():
-            for value in observations(self._bounds[name], counts, total):
+            for value in observations(self._definitions[name].buckets, counts, total):
                 stats.observe_histogram(name, value, labels)
         self._counters.clear()
         self._gauges.clear()
