@@ -11,7 +11,22 @@ import contextlib
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
+
+
+def end_tiers(engine: Any, seconds: float, state: Callable[[], Any]) -> None:
+    """Steps of kvtier's engine until the tiers have ended what they were given, and said so."""
+    deadline = time.monotonic() + seconds
+    while not engine.idle:
+        assert time.monotonic() < deadline, f"the tiers do not come to an end: {state()}"
+        engine.end_step()
+        time.sleep(0.01)
+    engine.audit()
+    while engine.resources is None:
+        assert time.monotonic() < deadline, "the tier service does not answer"
+        engine.end_step()
+        time.sleep(0.01)
 
 
 class Driver:
@@ -181,17 +196,8 @@ class Driver:
     def close_accounts(self, seconds: float = 30.0) -> dict[str, Any]:
         """Drain engine and tiers, then prove that nothing is in use; what the service holds."""
         self.drain(seconds)
-        deadline = time.monotonic() + seconds
         kvtier = self.kvtier
-        while not kvtier.idle:
-            assert time.monotonic() < deadline, f"the tiers do not come to an end: {self.state()}"
-            kvtier.end_step()
-            time.sleep(0.01)
-        kvtier.audit()
-        while kvtier.resources is None:
-            assert time.monotonic() < deadline, "the tier service does not answer"
-            kvtier.end_step()
-            time.sleep(0.01)
+        end_tiers(kvtier, seconds, self.state)
         kvtier.check()
         kvtier.cache.assert_quiet()
         resources = kvtier.resources

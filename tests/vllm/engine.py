@@ -16,9 +16,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.vllm.driver import end_tiers
 
 START_SECONDS = 480.0
 CALL_SECONDS = 240.0
@@ -346,16 +347,7 @@ class Host:
         """``manager`` when the tiers have ended what they were given and said so."""
         core = self.llm.llm_engine.engine_core.engine_core
         engine = core.scheduler.connector.connector_scheduler.manager.engine
-        deadline = time.monotonic() + seconds
-        while not engine.idle:
-            assert time.monotonic() < deadline, "the tiers do not come to an end"
-            engine.end_step()
-            time.sleep(0.01)
-        engine.audit()
-        while engine.resources is None:
-            assert time.monotonic() < deadline, "the tier service does not answer"
-            engine.end_step()
-            time.sleep(0.01)
+        end_tiers(engine, seconds, self.manager)
         return self.manager()
 
     def stop(self) -> None:
