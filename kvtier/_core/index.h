@@ -26,6 +26,13 @@ typedef struct {
     int expected; /* [end, expected) have a slot only */
 } kvt_ahead;
 
+/* How far the nodes of a class have been fetched from its LRU end on. A wish and no more: slots move,
+ * and where it has come to may be anywhere. */
+typedef struct {
+    uint32_t at;
+    int lead; /* victims until `at`, at most */
+} kvt_scout;
+
 typedef struct {
     kvt_table t;
     kvt_lists l;
@@ -36,6 +43,7 @@ typedef struct {
     uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
     kvt_ahead ahead[KVT_CLASSES];
+    kvt_scout scout[KVT_CLASSES];
     int reserving; /* victims will be wanted one after the other */
 } kvt_index;
 
@@ -51,6 +59,8 @@ static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *p
     x->t = *t;
     x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
     x->free_head = x->guess = KVT_NIL;
+    for (int cls = 0; cls < KVT_CLASSES; cls++)
+        x->scout[cls].at = KVT_NIL;
     kvt_lists_reset(&x->l);
     x->l.node = kvt_alloc(t->num_slots, sizeof(kvt_node));
     x->state = x->policy->create(t->num_slots);
@@ -111,18 +121,19 @@ static inline void kvt_expect(kvt_index *x, int64_t n)
         kvt_expect_of(x, cls, from[cls]);
 }
 
-/* Before the keys [at, at + KVT_BLOCK) of a reserve: what the policy will read for them, and what
- * removing the expected victims will write. */
-static inline void kvt_prefetch_reserve(kvt_index *x, const kvt_key *k, int64_t n)
+/* Before a block of keys of a reserve: what the policy will read for those that are absent, and what
+ * removing the expected victims will write. The first block is not looked up yet then: while that is
+ * done, all of this comes. */
+static inline void kvt_prefetch_reserve(kvt_index *x, kvt_key *k, int64_t n)
 {
-    int64_t absent = 0;
     for (int64_t i = 0; i < n && i < KVT_BLOCK; i++)
         if (k[i].slot == -1) {
-            absent++;
+            if (!k[i].hashed)
+                kvt_key_hash(&k[i]);
             KVT_POLICY(x, prefetch, x->state, &k[i]);
         }
     x->reserving = 1;
-    for (unsigned cls = 0; absent > (int64_t)x->num_free && cls < KVT_CLASSES; cls++)
+    for (unsigned cls = 0; cls < KVT_CLASSES; cls++)
         kvt_prefetch_expected(x, cls);
 }
 
@@ -328,6 +339,24 @@ static inline int kvt_detach(kvt_index *x, uint32_t s)
     return 1;
 }
 
+/* A victim of the class has gone. One node more is fetched for it: kvt_expect_of will go from node to
+ * node without anything else to do meanwhile. */
+static inline void kvt_scout_on(kvt_index *x, unsigned cls)
+{
+    kvt_scout *c = &x->scout[cls];
+    if (c->at == KVT_NIL || c->lead <= 0) {
+        c->at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
+        c->lead = 0;
+    } else {
+        c->lead--;
+    }
+    for (int i = 0; i < 2 && c->lead < 2 * KVT_BLOCK && c->at != KVT_NIL; i++, c->lead++) {
+        c->at = x->l.node[c->at].prev;
+        if (c->at != KVT_NIL)
+            __builtin_prefetch(&x->l.node[c->at], 1);
+    }
+}
+
 static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *broken)
 {
     const unsigned cls = kvt_class(kvt_list_of(&x->l.node[s]));
@@ -339,6 +368,7 @@ static inline int kvt_evict(kvt_index *x, uint32_t s, const kvt_miss *m, int *br
     KVT_POLICY(x, evicted, x->state, &x->l, x->capacity, k, cls, m);
     kvt_unlink(&x->l, s);
     x->l.node[s].info = 0;
+    kvt_scout_on(x, cls);
     return 1;
 }
 

@@ -319,8 +319,8 @@ cdef class Index:
         load_key(&k, key)
         raise ValueError(f"key of group {k.group}, there are {self.groups} groups")
 
-    cdef Py_ssize_t find(self, list keys) except -1:
-        """Check all keys and look them up; `scratch` has them then."""
+    cdef Py_ssize_t load(self, list keys) except -1:
+        """Check all keys; `scratch` has them then, with the slots that are known already."""
         cdef Py_ssize_t n = len(keys), bad
         if not n:
             return 0
@@ -334,6 +334,11 @@ cdef class Index:
         if bad >= 0:
             self.refuse(keys[bad])
         self.scratch = &self.trail.k[self.trail.base]
+        return n
+
+    cdef Py_ssize_t find(self, list keys) except -1:
+        """Check all keys and look them up; `scratch` has them then."""
+        cdef Py_ssize_t n = self.load(keys)
         kvt_find_all(&self.c, self.scratch, n)
         return n
 
@@ -408,7 +413,7 @@ cdef class Index:
         """Slots in WRITING for the longest leading part of the absent keys that fits."""
         cdef list items = keys if type(keys) is list else list(keys)
         kvt_expect(&self.c, len(items))
-        cdef Py_ssize_t n = self.find(items), i, taken = 0, at = 0
+        cdef Py_ssize_t n = self.load(items), i, taken = 0, at = 0
         cdef kvt_key *k = self.scratch
         cdef Reservation result = Reservation.__new__(Reservation)
         cdef int64_t s
@@ -427,14 +432,15 @@ cdef class Index:
         result.evicted = victims
         result.evicted_unsaved = unsaved
         result.complete = True
+        kvt_prefetch_reserve(&self.c, k, n)
+        kvt_find_all(&self.c, k, n)
         for i in range(n):
             if k[i].slot >= 0:
                 self.c.l.node[k[i].slot].info |= KVT_PROTECT
         try:
             for i in range(n):
-                if i % KVT_BLOCK == 0:
-                    if i:
-                        kvt_expect(&self.c, n - i)
+                if i and i % KVT_BLOCK == 0:
+                    kvt_expect(&self.c, n - i)
                     kvt_prefetch_reserve(&self.c, &k[i], n - i)
                 if k[i].slot >= 0:
                     continue

@@ -11,9 +11,9 @@
 
 /* What a policy knows of an absent key between its miss and its insertion. */
 typedef struct {
-    uint64_t print[2]; /* fingerprint */
-    int ghost;         /* 0 unknown, else which ghost list had it */
-    double before;     /* the policy's parameter before this access */
+    uint64_t print; /* the policy's fingerprint of the key */
+    int ghost;      /* 0 unknown, else which ghost list had it */
+    double before;  /* the policy's parameter before this access */
 } kvt_miss;
 
 typedef struct {

@@ -9,8 +9,9 @@
  * only unusable chunks the other one gives the victim. Bounds are trimmed after the insertion,
  * which leaves the lists as in the figure.
  *
- * A ghost is a 16-byte fingerprint. If two keys ever agree in it, the cost is one wrong adaptation.
- * They have a table of their own, of the same kind as the key table: one cache line a step.
+ * A ghost is a fingerprint: 63 bits of its key's hash, and the list it is in. If two keys ever agree
+ * in it, the cost is one wrong adaptation. Ghosts have a table of their own, of the same kind as the
+ * key table: one cache line a step.
  */
 #ifndef KVTIER_POLICY_ARC_H
 #define KVTIER_POLICY_ARC_H
@@ -18,9 +19,11 @@
 #include "policy.h"
 
 typedef struct {
-    uint64_t print[2]; /* lowest bit of print[1]: 0 in B1, 1 in B2 */
+    uint64_t print; /* of the hash, but KVT_GHOST_LIST: 0 in B1, 1 in B2 */
     uint32_t prev, next;
 } kvt_ghost;
+
+#define KVT_GHOST_LIST (1ULL << 32) /* not in the tag of a table's entry */
 
 typedef struct {
     kvt_ghost *ghost;  /* slots + 1: one more while a victim's ghost comes and another goes */
@@ -77,21 +80,14 @@ static void *kvt_arc_create(uint64_t slots)
     return a;
 }
 
-static inline void kvt_arc_print(const kvt_key *k, uint64_t print[2])
-{
-    print[0] = k->hash;
-    /* Most keys are hashes themselves: one multiplication over all words is enough here. */
-    print[1] = kvt_mix(k->w[0] ^ (k->w[2] << 32 | k->w[2] >> 32) ^ 0x2f0b4f6d8f1c7a35ULL,
-                       k->w[1] ^ (k->w[3] << 32 | k->w[3] >> 32) ^ k->w[4] ^
-                           0x9e6c63d0876a46cbULL) & ~1ULL;
-}
+static inline uint64_t kvt_arc_print(uint64_t hash) { return hash & ~KVT_GHOST_LIST; }
 
-static int64_t kvt_arc_find(const kvt_arc_state *a, const uint64_t print[2])
+static int64_t kvt_arc_find(const kvt_arc_state *a, uint64_t print)
 {
     kvt_walk at;
-    int64_t g = kvt_first(&a->t, print[0], &at);
-    for (; g >= 0; g = kvt_more(&a->t, print[0], &at))
-        if (a->ghost[g].print[0] == print[0] && (a->ghost[g].print[1] & ~1ULL) == print[1])
+    int64_t g = kvt_first(&a->t, print, &at);
+    for (; g >= 0; g = kvt_more(&a->t, print, &at))
+        if (kvt_arc_print(a->ghost[g].print) == print)
             break;
     return g;
 }
@@ -99,17 +95,17 @@ static int64_t kvt_arc_find(const kvt_arc_state *a, const uint64_t print[2])
 static void kvt_arc_remove(kvt_arc_state *a, uint32_t g)
 {
     kvt_ghost *n = &a->ghost[g];
-    int b = (int)(n->print[1] & 1);
+    int b = (n->print & KVT_GHOST_LIST) != 0;
     if (n->prev == KVT_NIL) a->head[b] = n->next; else a->ghost[n->prev].next = n->next;
     if (n->next == KVT_NIL) a->tail[b] = n->prev; else a->ghost[n->next].prev = n->prev;
     if (a->scout[b] == g) a->scout[b] = n->prev;
     a->count[b]--;
     n->next = a->free;
     a->free = g;
-    kvt_table_remove(&a->t, n->print[0], g);
+    kvt_table_remove(&a->t, kvt_arc_print(n->print), g);
 }
 
-static void kvt_arc_add(kvt_arc_state *a, const uint64_t print[2], int b)
+static void kvt_arc_add(kvt_arc_state *a, uint64_t print, int b)
 {
     uint32_t g = a->free;
     if (g == KVT_NIL)
@@ -117,14 +113,13 @@ static void kvt_arc_add(kvt_arc_state *a, const uint64_t print[2], int b)
     else
         a->free = a->ghost[g].next;
     kvt_ghost *n = &a->ghost[g];
-    n->print[0] = print[0];
-    n->print[1] = print[1] | (uint64_t)b;
+    n->print = b ? print | KVT_GHOST_LIST : print;
     n->prev = KVT_NIL;
     n->next = a->head[b];
     if (n->next == KVT_NIL) a->tail[b] = g; else a->ghost[n->next].prev = g;
     a->head[b] = g;
     a->count[b]++;
-    kvt_table_add(&a->t, print[0], g);
+    kvt_table_add(&a->t, print, g);
 }
 
 #define KVT_SCOUT_LEAD 8
@@ -142,7 +137,7 @@ static void kvt_arc_drop_tail(kvt_arc_state *a, int b)
     }
     for (int i = 0; i < 2 && a->lead[b] < KVT_SCOUT_LEAD && a->scout[b] != KVT_NIL; i++) {
         const kvt_ghost *n = &a->ghost[a->scout[b]];
-        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, n->print[0])], 1);
+        __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, kvt_arc_print(n->print))], 1);
         a->scout[b] = n->prev;
         a->lead[b]++;
         if (n->prev != KVT_NIL)
@@ -165,7 +160,7 @@ static void kvt_arc_trim(kvt_arc_state *a, const kvt_lists *l, uint64_t c, const
 static void kvt_arc_prefetch(const void *self, const kvt_key *k)
 {
     const kvt_arc_state *a = self;
-    __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, k->hash)], 1);
+    __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, kvt_arc_print(k->hash))], 1);
 }
 
 /* As REPLACE will choose for keys without ghosts: T2 until |T1| is above p, then T1. */
@@ -181,13 +176,13 @@ static void kvt_arc_missed(void *self, const kvt_lists *l, uint64_t c, const kvt
 {
     kvt_arc_state *a = self;
     (void)l;
-    kvt_arc_print(k, m->print);
+    m->print = kvt_arc_print(k->hash);
     m->before = a->p;
     m->ghost = 0;
     int64_t g = kvt_arc_find(a, m->print);
     if (g < 0)
         return;
-    int b = (int)(a->ghost[g].print[1] & 1);
+    int b = (a->ghost[g].print & KVT_GHOST_LIST) != 0;
     double ratio = (double)a->count[!b] / (double)a->count[b];
     double delta = ratio > 1 ? ratio : 1;
     if (b == 0)
@@ -219,12 +214,11 @@ static void kvt_arc_evicted(void *self, const kvt_lists *l, uint64_t c, const kv
                             unsigned cls, const kvt_miss *m)
 {
     kvt_arc_state *a = self;
-    uint64_t print[2], going[2] = {cls == 0, cls == 1};
+    const uint64_t going[2] = {cls == 0, cls == 1};
     /* Case IV (i), |T1| = c: its LRU page leaves without a ghost. */
     if (m && !m->ghost && cls == 0 && kvt_class_count(l, 0) == c)
         return;
-    kvt_arc_print(k, print);
-    kvt_arc_add(a, print, (int)cls);
+    kvt_arc_add(a, kvt_arc_print(k->hash), (int)cls);
     /* In a reserve the insertion that follows trims, as the figure does. */
     if (!m)
         kvt_arc_trim(a, l, c, going);
@@ -265,8 +259,9 @@ static int kvt_arc_check(const void *self, const kvt_lists *l, uint64_t c)
     for (int b = 0; b < 2; b++) {
         uint64_t n = 0;
         for (uint32_t g = a->head[b]; g != KVT_NIL; g = a->ghost[g].next, n++) {
-            uint64_t print[2] = {a->ghost[g].print[0], a->ghost[g].print[1] & ~1ULL};
-            if ((int)(a->ghost[g].print[1] & 1) != b || kvt_arc_find(a, print) != g || n > c)
+            const uint64_t print = a->ghost[g].print;
+            if (((print & KVT_GHOST_LIST) != 0) != b ||
+                kvt_arc_find(a, kvt_arc_print(print)) != g || n > c)
                 return 2;
         }
         if (n != a->count[b])
