@@ -10,7 +10,10 @@ order of the engine: groups, configuration of each worker, allocation, canonical
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +40,7 @@ from tests.vllm.models import write_config
 
 MAX_TOKENS = 256
 BLOCKS = 256
-CAPACITY_BYTES = 32 << 20
+CAPACITY_BYTES = 4 << 20
 
 
 class Parallel(msgspec.Struct, frozen=True):
@@ -77,6 +80,15 @@ class Layer:
         return self.spec
 
 
+@functools.cache
+def model_directory() -> str:
+    """One for all engines of this process: its name is the model's."""
+    path = Path(tempfile.mkdtemp(prefix="kvt-model-"))
+    atexit.register(shutil.rmtree, path)
+    write_config("full", path)
+    return str(path)
+
+
 def settings(
     directory: Path,
     parallel: Parallel,
@@ -85,23 +97,21 @@ def settings(
     layout: str,
     kv_heads: int,
     block_size: int,
+    blocks: int,
     extra: Mapping[str, Any],
     **engine_args: Any,
 ) -> Any:
     """vLLM's configuration as a worker sees it."""
-    model = directory / "model"
-    write_config("full", model)
     config = EngineArgs(
-        model=str(model),
+        model=model_directory(),
         tensor_parallel_size=parallel.tp,
         pipeline_parallel_size=parallel.pp,
         decode_context_parallel_size=parallel.dcp,
         cp_kv_cache_interleave_size=parallel.interleave,
-        distributed_executor_backend="mp" if parallel.world > 1 else None,
         hf_overrides={"num_key_value_heads": kv_heads},
         block_size=block_size,
         max_model_len=MAX_TOKENS,
-        num_gpu_blocks_override=BLOCKS,
+        num_gpu_blocks_override=blocks,
         skip_tokenizer_init=True,
         enforce_eager=True,
         kv_transfer_config={
@@ -117,7 +127,7 @@ def settings(
                 **extra,
             },
         },
-        **engine_args,
+        **({"distributed_executor_backend": "mp"} if parallel.world > 1 else {}) | engine_args,
     ).create_engine_config()
     config.parallel_config.rank = rank
     config.cache_config.kv_cache_layout = layout
@@ -140,6 +150,11 @@ Layers = Callable[[int], Mapping[str, KVCacheSpec]]
 """Layers of a rank."""
 
 
+def memory(cache: torch.Tensor) -> np.ndarray[Any, Any]:
+    """All bytes behind a tensor; writable."""
+    return torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage()).numpy()
+
+
 class Ranks:
     """Workers and manager of one engine; made by ``ranks``."""
 
@@ -152,6 +167,7 @@ class Ranks:
         layout: str = "LBHNC",
         kv_heads: int = 4,
         block_size: int = 16,
+        blocks: int = BLOCKS,
         backend: type = Backend,
         isa: str | None = None,
         view: Callable[[torch.Tensor], torch.Tensor] = lambda cache: cache,
@@ -169,6 +185,7 @@ class Ranks:
                 layout=layout,
                 kv_heads=kv_heads,
                 block_size=block_size,
+                blocks=blocks,
                 extra=extra,
                 **engine_args,
             )
@@ -295,8 +312,7 @@ class Ranks:
         """Overwrite all of every rank's KV memory, padding included."""
         for caches in self.caches:
             for cache in caches.values():
-                whole = torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage())
-                whole.fill_(value)
+                memory(cache).fill(value)
 
     def _spec(self, blocks: Sequence[Sequence[int]]) -> GPULoadStoreSpec:
         return GPULoadStoreSpec(

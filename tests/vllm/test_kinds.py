@@ -465,6 +465,23 @@ def test_a_group_that_vllm_leaves_out_may_not_stand_before_another() -> None:
 
 
 @pytest.mark.fault("Y02")
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 63, 64, 65, 200])
+def test_windows_are_those_of_vllms_scheduler(window: int, chunk_blocks: int) -> None:
+    from vllm.v1 import kv_cache_interface as kv  # lazy: as above
+
+    from tests.vllm.ranks import ranks
+
+    specs = {
+        "a": kv.SlidingWindowSpec(**heads(1), sliding_window=window),
+        "b": kv.FullAttentionSpec(**heads(1)),
+    }
+    with ranks(specs, extra={"blocks_per_chunk": chunk_blocks}) as made:
+        groups = made.region.geometry.groups
+        assert tuple(group.window_chunks for group in groups) == scheduled(made)
+        assert scheduled(made) == (-(-window // (16 * chunk_blocks)), None)
+
+
 def test_windows_that_vllm_keeps_as_full_attention_are_no_windows() -> None:
     """Without its hybrid manager it walks and keeps all layers alike."""
     from vllm.v1 import kv_cache_interface as kv  # lazy: as above
