@@ -165,7 +165,11 @@ class Instance:
             pages = self.memory(rank, layer)
             for place, block in enumerate(taken):
                 pages[block] = self.local(rank, layer, place)
-        return self.made.store(self.keys, [list(taken)])
+        slots: list[int] = self.made.store(self.keys, [list(taken)])
+        # Each byte once: ranks with the same bytes take turns.
+        stored = [worker.stored_bytes for worker in self.made.workers]
+        assert sum(stored) == CHUNKS * self.made.region.geometry.payload_bytes[0]
+        return slots
 
     def read(self) -> None:
         """Load the chunks into other blocks, and compare all of the memory."""
