@@ -98,6 +98,7 @@ def settings(
     kv_heads: int,
     block_size: int,
     blocks: int,
+    executor: str,
     extra: Mapping[str, Any],
     **engine_args: Any,
 ) -> Any:
@@ -127,9 +128,11 @@ def settings(
                 **extra,
             },
         },
-        **({"distributed_executor_backend": "mp"} if parallel.world > 1 else {}) | engine_args,
+        **engine_args,
     ).create_engine_config()
     config.parallel_config.rank = rank
+    # The CPU platform takes the same one always.
+    config.parallel_config.distributed_executor_backend = executor
     config.cache_config.kv_cache_layout = layout
     return config
 
@@ -168,6 +171,7 @@ class Ranks:
         kv_heads: int = 4,
         block_size: int = 16,
         blocks: int = BLOCKS,
+        executor: str = "mp",
         backend: type = Backend,
         isa: str | None = None,
         view: Callable[[torch.Tensor], torch.Tensor] = lambda cache: cache,
@@ -186,6 +190,7 @@ class Ranks:
                 kv_heads=kv_heads,
                 block_size=block_size,
                 blocks=blocks,
+                executor=executor,
                 extra=extra,
                 **engine_args,
             )

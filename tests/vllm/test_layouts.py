@@ -389,7 +389,9 @@ def test_the_namespace_does_not_depend_on_who_runs_the_worker() -> None:
 
     seen = []
     for executor in ("uni", "mp"):
-        with instance(LAYOUTS[0], Parallel(), distributed_executor_backend=executor) as engine:
+        with instance(LAYOUTS[0], Parallel(), executor=executor) as engine:
+            parallel = engine.made.configs[0].parallel_config
+            assert parallel.distributed_executor_backend == executor
             assert dict(engine.made.manager.region.namespace) == engine.namespace
             seen.append(engine.namespace)
     assert seen[0] == seen[1]
