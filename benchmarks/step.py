@@ -410,6 +410,8 @@ def main() -> None:
         compare("saturated_thread_cpu", cpus("saturated_thread"), "idle_cpu", cpus("idle"), None),
         compare("same_io", medians("same_io"), "idle", medians("idle"), None),
         compare("same_io_p99", tails("same_io"), "idle p99", tails("idle"), None),
+        compare("same_io_cpu", cpus("same_io"), "idle_cpu", cpus("idle"), None),
+        compare("same_io_cpu_p99", cpu_tails("same_io"), "idle_cpu p99", cpu_tails("idle"), None),
     ]
     if peer is not None:
         vllm = "vLLM's tiering manager"

@@ -147,12 +147,12 @@ class Planner:
         answer = Lookup.MISS
         ready: list[bytes] = []
         at = start
-        if request.wait_until is not None and now < request.wait_until:
+        waits = request.wait_until is not None and now < request.wait_until
+        if waits and request.status.get(keys[start]) == ASKED:
+            answer = Lookup.HIT_PENDING if states[start] else Lookup.RETRY
             at = _end_of_asked(keys, states, start, request.status)
-            if at > start:
-                answer = Lookup.HIT_PENDING if states[start] else Lookup.RETRY
-                if READY in states[start:at]:
-                    ready = [keys[i] for i in range(start, at) if states[i] == READY]
+            if READY in states[start:at]:
+                ready = [keys[i] for i in range(start, at) if states[i] == READY]
         for i in range(at, len(keys)):
             if states[i] == READY:
                 ready.append(keys[i])

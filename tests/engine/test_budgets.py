@@ -101,7 +101,7 @@ def test_a_dead_service_has_said_all_of_it() -> None:
     assert 0 < len(took) < 20
     type(notes).alive, alive = property(lambda self: False), type(notes).alive  # type: ignore[assignment, method-assign]  # restored below
     try:
-        one.poll(0.0, {})
+        one.poll(1.0, {})
     finally:
         type(notes).alive = alive  # type: ignore[method-assign]  # as it was
     assert ended == [20]
