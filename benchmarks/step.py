@@ -55,19 +55,19 @@ system call and a decoded message each), makes what came READY, and keeps accoun
 cannot take.
 
 Where the limit is, on two processors: *same_io* is the same idle step beside an unrelated process
-that moves as many bytes, at a lower priority than the scheduler's. It has no more to do than *idle*,
-and what it takes longer is caches that 2 to 3 GB/s have passed through and processors that interrupts
-and kernel threads of the device have used. A saturated step cannot be below it but by luck, at the
-median or in its tail; the 99th percentile of wall time is below it because kvtier's own I/O makes way
-for the scheduler.
+that moves as many bytes, at a lower priority than the scheduler's. It has no more to do than
+*idle*, and what it takes longer is caches that 2 to 3 GB/s have passed through and processors that
+interrupts and kernel threads of the device have used. A saturated step cannot be below it but by
+luck, at the median or in its tail; the 99th percentile of wall time is below it because kvtier's
+own I/O makes way for the scheduler.
 
 What was done: the service runs under SCHED_BATCH, so that a thread that wakes up does not take the
 scheduler's processor (99th percentile of wall time 1.9 to 1.0 ms at the same throughput); a prompt
 that waits is not walked again for a part that has come (99th percentile of processor time 1.7 to
-1.1 ms), and when it is, all its chunks are compared at once (50 to 14 us for 384); loaded chunks are
-pinned in the call that adopts them, and what a tier has is told as a number (118 to 17 us an answer);
-cascades of a step go out in one message; a tier of one instance is not asked for what it cannot have;
-answers are taken a quarter at a time; no system call is made where there is no news.
+1.1 ms), and when it is, all its chunks are compared at once (50 to 14 us for 384); loaded chunks
+are pinned in the call that adopts them, and what a tier has is told as a number (118 to 17 us an
+answer); cascades of a step go out in one message; a tier of one instance is not asked for what it
+cannot have; answers are taken a quarter at a time; no system call is made where there is no news.
 """
 
 STEP_SECONDS = 0.005
