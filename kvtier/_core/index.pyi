@@ -115,9 +115,10 @@ class Index:
         keys: Sequence[bytes],
         crcs: npt.NDArray[np.uint32] | None = None,
         saved: bool = True,
+        pin: bool = False,
     ) -> list[bool]:
-        """Lent slots become READY under their keys; False where the key was already there (the slot
-        is then FREE again)."""
+        """Lent slots become READY under their keys, each with an owner's pin if `pin`; False where
+        the key was already there (the slot is then FREE again)."""
     def give_back(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Lent slots become FREE again, unused."""
     def keep_free(self, n: int, limit: int = 64) -> list[bytes]:

@@ -668,13 +668,14 @@ cdef class Index:
         kvt_unlink(&self.c.l, slot)
         return self.to_free(slot, KVT_WRITING)
 
-    def adopt(self, slots, generations, keys, crcs=None, saved=True) -> list:
+    def adopt(self, slots, generations, keys, crcs=None, saved=True, pin=False) -> list:
         """Lent slots become READY under their keys; False where the key was already there."""
         cdef list items = keys if type(keys) is list else list(keys)
         cdef Py_buffer a, b, c
         cdef Py_ssize_t n, m, i, num_crcs = len(items)
         cdef uint64_t word
         cdef unsigned flags = 0 if saved else KVT_UNSAVED
+        cdef bint pinned = pin
         cdef uint32_t *crc = NULL
         cdef uint32_t slot
         cdef list done = []
@@ -708,6 +709,9 @@ cdef class Index:
                                      self.payload[self.scratch[i].group], flags,
                                      crc[i] if crc is not NULL else 0):
                             self.broken(f"lent slot {slot} was not in WRITING")
+                        if pinned and kvt_pin(&self.c.t.rec[slot], g[i],
+                                              KVT_OWNER_ONE, KVT_OWNER_MASK) != 1:
+                            self.broken(f"slot {slot} cannot be pinned")
                         done.append(True)
                 finally:
                     if crc is not NULL:

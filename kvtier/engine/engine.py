@@ -278,7 +278,7 @@ class Engine:
         tier = self.sources(context).get(key)
         return "host" if tier is None else self._tiers[tier].name
 
-    def sources(self, context: RequestContext) -> Mapping[bytes, int]:
+    def sources(self, context: RequestContext) -> dict[bytes, int]:
         """The request's chunks that came from a tier, and its position; stays up to date."""
         request = self._planner.requests.get(context.request_id)
         return {} if request is None else request.sources

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvtier._core.slots import READY, WRITING
-from kvtier.engine.requests import ASKED, COMING, GONE, LOADED, Request
+from kvtier.engine.requests import ASKED, GONE, LOADED, Request
 from kvtier.engine.state import State
 from kvtier.engine.transfers import FindRecord
 from kvtier.errors import InternalError
@@ -219,7 +219,18 @@ class Loads:
         if not keys:
             return
         slots, generations = self._index.pin(keys)
-        pins = zip(slots.tolist(), generations.tolist(), strict=True)
+        self._held(keys, slots.tolist(), generations.tolist(), request, now)
+
+    def _held(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        generations: Sequence[int],
+        request: Request,
+        now: float,
+    ) -> None:
+        """`keys` have been pinned for the request."""
+        pins = zip(slots, generations, strict=True)
         request.held.update(zip(keys, pins, strict=True))
         self.held += len(keys)
         request.hold_until = now + HOLD_SECONDS
@@ -370,9 +381,7 @@ class Loads:
         status = request.status
         in_time = request.wait_until is not None and now < request.wait_until
         self.progress(request, now)
-        present = [keys[i] for i in message.present]
-        status.update(dict.fromkeys([k for k in present if status.get(k) == ASKED], COMING))
-        record.present += len(message.present)
+        record.present += message.present
         if message.loaded:
             self._adopt(record, message, alive and in_time, now)
         gone = [keys[i] for i in (*message.absent, *message.failed)]
@@ -398,22 +407,31 @@ class Loads:
         keys = [record.keys[i] for i in message.loaded]
         generations = [record.lent.pop(slot) for slot in message.slots]
         self.lent -= len(keys)
-        self._index.adopt(
+        new = self._index.adopt(
             np.array(message.slots, dtype=np.int64),
             np.array(generations, dtype=np.uint32),
             keys,
             np.array(message.crcs, dtype=np.uint32),
-            saved=True,
+            pin=alive,
         )
         request.status.update(dict.fromkeys(keys, LOADED))
         request.sources.update(dict.fromkeys(keys, message.tier))
-        if alive:
+        if alive and all(new):
+            self._held(keys, message.slots, generations, request, now)
+        elif alive:
+            mine = [i for i, came in enumerate(new) if came]
+            self._held(
+                [keys[i] for i in mine],
+                [message.slots[i] for i in mine],
+                [generations[i] for i in mine],
+                request,
+                now,
+            )
             # Where the key had come by another way meanwhile, that slot is held instead.
-            keep = [key for key in keys if key not in request.held]
-            ready, states = self._index.lookup_batch(keep)
-            if ready != len(keep):
-                keep = [key for key, state in zip(keep, states, strict=True) if state == READY]
-            self._hold(keep, request, now)
+            others = [key for key in keys if key not in request.held]
+            _, states = self._index.lookup_batch(others)
+            there = [key for key, state in zip(others, states, strict=True) if state == READY]
+            self._hold(there, request, now)
         name = self._tiers[message.tier].name
         self._state.recorder.add("kvtier_lookup_chunks_total", len(keys), (name, "hit"))
         self._state.emit("stored", keys, name, "host")
@@ -503,6 +521,6 @@ def _give_up(record: FindRecord) -> None:
     """What a find has not settled is not to be had."""
     status = record.request.status
     for key in record.keys:
-        if status.get(key) in (ASKED, COMING):
+        if status.get(key) == ASKED:
             status[key] = GONE
     record.request.news()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from kvtier._core.index import Index, Reservation
 from kvtier._core.slots import READY, WRITING, SlotTable
 from kvtier.config import Config
 from kvtier.engine.loads import Loads
-from kvtier.engine.requests import ASKED, COMING, GONE, Request
+from kvtier.engine.requests import ASKED, GONE, Request
 from kvtier.engine.state import Emit, State, TierState
 from kvtier.engine.stores import Stores
 from kvtier.engine.verifier import Verifier
@@ -127,8 +128,6 @@ class Planner:
             answer = Lookup.RETRY
         elif status == ASKED:
             answer = Lookup.RETRY
-        elif status == COMING:
-            answer = Lookup.HIT_PENDING
         else:
             # GONE, or LOADED and evicted since: loading it once more would be thrash.
             return Lookup.MISS
@@ -146,26 +145,21 @@ class Planner:
             if first is not None:
                 return first
         answer = Lookup.MISS
-        status = request.status
-        waits = request.wait_until is not None and now < request.wait_until
         ready: list[bytes] = []
-        for i in range(start, len(keys)):
-            key = keys[i]
-            state = states[i]
-            if state == READY:
-                ready.append(key)
+        at = start
+        waits = request.wait_until is not None and now < request.wait_until
+        if waits and request.status.get(keys[start]) == ASKED:
+            answer = Lookup.HIT_PENDING if states[start] else Lookup.RETRY
+            at = _end_of_asked(keys, states, start, request.status)
+            if READY in states[start:at]:
+                ready = [keys[i] for i in range(start, at) if states[i] == READY]
+        for i in range(at, len(keys)):
+            if states[i] == READY:
+                ready.append(keys[i])
                 continue
-            # The common cases of ``absent``, without a call for each key of a prompt that waits.
-            known = status.get(key) if waits else GONE
-            if known == ASKED and not state:
-                one = Lookup.RETRY
-            elif known in (ASKED, COMING):
-                one = Lookup.HIT_PENDING
-            else:
-                one = self.absent(key, state, request, now)
-                if one is Lookup.MISS:
-                    break
-                waits = True
+            one = self.absent(keys[i], states[i], request, now)
+            if one is Lookup.MISS:
+                break
             if answer is Lookup.MISS:
                 answer = one
         if ready:
@@ -256,9 +250,11 @@ class Planner:
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
         if used is None:
-            known = context.positions
-            used = {key: known.get(key, -1) for key in request.used}
-        self._index.touch(_in_order(used))
+            keys = list(request.used)
+            places = list(map(context.positions.get, keys, repeat(-1)))
+        else:
+            keys, places = list(used), list(used.values())
+        self._index.touch(_in_order(keys, places))
 
     def _count(self, request: Request) -> None:
         """Host hits and misses of the keys looked up in this step, each once a request."""
@@ -473,11 +469,20 @@ class Planner:
                 )
 
 
-def _in_order(used: Mapping[bytes, int]) -> list[bytes]:
+def _end_of_asked(
+    keys: Sequence[bytes], states: bytes, start: int, status: Mapping[bytes, int]
+) -> int:
+    """Position of the first key from `start` on that is neither READY nor asked for. All keys at
+    once: a prompt that waits is looked at again and again."""
+    known = bytes(map(status.get, keys[start:], repeat(0)))
+    there = np.frombuffer(states, np.uint8)[start:]
+    others = np.flatnonzero((np.frombuffer(known, np.uint8) != ASKED) & (there != READY))
+    return start + int(others[0]) if len(others) else len(keys)
+
+
+def _in_order(keys: list[bytes], places: list[int]) -> list[bytes]:
     """The keys by position, where all are known (not -1); else in the order of their first use."""
-    keys = list(used)
-    places = list(used.values())
     # Mostly they are in order already, and comparing numbers costs less than sorting keys.
-    if -1 not in places and places != sorted(places):
-        keys.sort(key=used.__getitem__)
-    return keys
+    if -1 in places or places == sorted(places):
+        return keys
+    return [keys[i] for i in sorted(range(len(keys)), key=places.__getitem__)]

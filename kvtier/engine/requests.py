@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from kvtier.types import Lookup, RequestContext
 
-ASKED, COMING, GONE, LOADED = 1, 2, 3, 4
+ASKED, GONE, LOADED = 1, 2, 3
 """Of a key that was not in host memory: nobody knows yet; a tier has it; not to be had; it came."""
 
 

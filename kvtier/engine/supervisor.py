@@ -34,6 +34,8 @@ START_SECONDS = 10.0
 
 RESTART_SECONDS = 0.5
 MAX_RESTART_SECONDS = 30.0
+ALIVE_SECONDS = 0.02
+"""So often, at most, the system is asked whether the service lives."""
 STABLE_SECONDS = 300.0
 """A service that lived this long starts again without a longer pause."""
 
@@ -50,7 +52,7 @@ def make_carrier(config: Config, namespace: dict[str, str], region: Region) -> C
         # Their classes expect to live beside the scheduler.
         log.info("isolation: thread instead of process, because of %s", ", ".join(adapted))
     elif config.isolation == "process":
-        return ProcessCarrier(config, namespace, region.fileno(), log.getEffectiveLevel())
+        return ProcessCarrier(config, namespace, region, log.getEffectiveLevel())
     return ThreadCarrier(config, namespace, lambda: Memory(region))
 
 
@@ -90,6 +92,8 @@ class Supervisor:
         self._take = take
         self._clock = clock
         self._started_at = clock()
+        self._alive_at = 0.0
+        """Not asked whether the service lives before then."""
         self._restarter: threading.Thread | None = None
         self._wake: Callable[[], None] | None = None
         # Messages not handled yet, with their work, and the sum of that. What is here is bounded by
@@ -143,9 +147,12 @@ class Supervisor:
             return
         self._planner.listen(self._receive(), now)
         self._handle(max(POLL_WORK, self._inbox_work // 4))
-        if not self.carrier.alive:
-            self._lost(now)
-        elif self._inbox and self._wake is not None:
+        if now >= self._alive_at:
+            self._alive_at = now + ALIVE_SECONDS
+            if not self.carrier.alive:
+                self._lost(now)
+                return
+        if self._inbox and self._wake is not None:
             self._wake()
 
     def _receive(self) -> bool:

@@ -29,12 +29,14 @@ FAILED = 2
 
 STATE_WORD = 2
 AVAILABLE_WORD = 3
+FRAMES_WORD = 4
+"""Frames that the tier service has begun to send to the owner since its start."""
 LINE_BYTES = 1024
 RING_ENTRIES = 120
 MAX_RANKS = 4096
 
 _MAGIC = b"kvtierRG"
-_FIXED = struct.Struct("<8sII")  # magic, format, bytes of the meta; then words 2 and 3
+_FIXED = struct.Struct("<8sII")  # magic, format, bytes of the meta; then words 2 to 4
 _VERSION = slice(64, 96)
 _FAILURE = slice(256, PAGE_BYTES)
 _PAYLOAD_ALIGNMENT = 2 << 20  # huge pages; the gap is a hole in the file and takes no memory

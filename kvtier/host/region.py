@@ -263,6 +263,15 @@ class Region:
         """Slots whose memory is reserved, in all processes."""
         return self._words().load(header.AVAILABLE_WORD)
 
+    @property
+    def service_frames(self) -> int:
+        """Frames that the tier service has begun to send since its start."""
+        return self._words().load(header.FRAMES_WORD)
+
+    @service_frames.setter
+    def service_frames(self, count: int) -> None:
+        self._words().store(header.FRAMES_WORD, count)
+
     def populate(self, on_available: Callable[[int], None]) -> None:
         """Reserve the rest of the memory in a thread, step by step. Creator only, once.
 

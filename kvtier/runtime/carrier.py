@@ -24,8 +24,8 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     def send(self, messages: Sequence[ToService]) -> bool:
-        """Hand messages over; False, and none of them is delivered, if the service is dead or
-        does not take any more."""
+        """Hand messages over; False, and none of them is delivered, if the service does not take
+        any more. To a dead one they are lost; `alive` tells."""
 
     @abc.abstractmethod
     def receive(self) -> list[ToOwner]:

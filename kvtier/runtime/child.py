@@ -97,7 +97,7 @@ async def _serve(
     try:
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        protocol = _Connection(reader)
+        protocol = _Connection(reader, region)
         service = TierService(
             setup.config,
             setup.namespace,
@@ -120,10 +120,20 @@ async def _serve(
 
 
 class _Connection(asyncio.Protocol):
-    """The socket to the owner."""
+    """The socket to the owner.
 
-    def __init__(self, reader: FrameReader) -> None:
+    Parameters
+    ----------
+    reader : FrameReader
+        With what came behind the set-up.
+    region : Region
+        Its header has the count of frames, which is ahead of what is written.
+    """
+
+    def __init__(self, reader: FrameReader, region: Region) -> None:
         self._reader = reader
+        self._region = region
+        self._frames = 0
         self.service: TierService | None = None
         self._transport: asyncio.Transport | None = None
         self._lost = False
@@ -171,6 +181,8 @@ class _Connection(asyncio.Protocol):
         if self._lost or self._transport is None:
             return
         data = m.encoder.encode(messages)
+        self._frames += 1
+        self._region.service_frames = self._frames
         self._transport.write(FRAME.pack(len(data)) + data)
 
     async def drained(self) -> None:

@@ -77,9 +77,7 @@ class FindJob:
         self._cursor = [0] * n  # position in message.tiers of the tier to ask next
         self._outcome = [Outcome.MISSING] * n  # last failure of each key
         self._ask_at = [0.0] * n  # not before then: a tier is just getting the key
-        self._reported = 0  # keys [0, reported) of the prefix were reported present
-        self._told: set[int] = set()  # keys of a window that were
-        self._again: set[int] = set()  # to be loaded once more, into a slot still to be lent
+        self._told = bytearray(n)  # whether the owner knows that the key wants a slot
         self._slots: deque[tuple[int, int]] = deque()  # lent and free to load into
         self._lent: set[int] = set()  # every slot that has not gone back yet
         self._held: dict[int, asyncio.Future[Any]] = {}  # those that a hung call may still touch
@@ -178,31 +176,16 @@ class FindJob:
         self._report_present()
 
     def _report_present(self) -> None:
-        """Tell the owner what can be loaded, so that it can lend more slots."""
-        present = []
-        if self._message.windowed:
-            # Each once: the owner counts them, to lend as many slots.
-            present = [
-                i
-                for i, state in enumerate(self._state)
-                if state == PRESENT and (i in self._again or i not in self._told)
-            ]
-            self._told.update(present)
-            self._again.difference_update(present)
-        else:
-            while self._reported < len(self._state) and self._state[self._reported] in (
-                PRESENT,
-                LOADING,
-                LOADED,
-            ):
-                present.append(self._reported)
-                self._reported += 1
-            # A hung call keeps the slot that these had been lent.
-            again = [i for i in self._again if self._state[i] == PRESENT and i < self._reported]
-            self._again.difference_update(again)
-            present += [i for i in again if i not in present]
-        if present:
-            self._post(self._news(present=present))
+        """Tell the owner how many more can be loaded, so that it can lend as many slots."""
+        count = 0
+        for i, state in enumerate(self._state):
+            if state == PRESENT and not self._told[i]:
+                self._told[i] = True
+                count += 1
+            elif state in (UNKNOWN, ABSENT, FAILED) and not self._message.windowed:
+                break
+        if count:
+            self._post(self._news(present=count))
 
     def _settle_absent(self) -> None:
         """All tiers have been asked: what is still unknown is absent, or failed."""
@@ -307,7 +290,7 @@ class FindJob:
             if item.slot not in self._held:
                 self._slots.append((item.slot, item.generation))
             else:
-                self._again.add(i)
+                self._told[i] = False  # it wants another one
         if loaded:
             self._lent.difference_update(slots)
             for start in range(0, len(loaded), NEWS_CHUNKS):
@@ -380,7 +363,7 @@ class FindJob:
     def _news(
         self,
         absent: Sequence[int] = (),
-        present: Sequence[int] = (),
+        present: int = 0,
         loaded: Sequence[int] = (),
         slots: Sequence[int] = (),
         crcs: Sequence[int] = (),
@@ -393,7 +376,7 @@ class FindJob:
         return m.Found(
             self._message.job,
             list(absent),
-            list(present),
+            present,
             list(loaded),
             list(slots),
             list(crcs),

@@ -111,8 +111,8 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag=True):
     job: int
     absent: list[int]
     """In no tier that was asked."""
-    present: list[int]
-    """In a tier, not loaded yet."""
+    present: int
+    """So many more are in a tier and not loaded yet: each wants a slot, once."""
     loaded: list[int]
     slots: list[int]
     """The slot that holds each loaded chunk."""
@@ -229,7 +229,7 @@ def work_of(message: ToOwner) -> int:
     """What handling an answer costs the owner, in chunks that become READY (about 2 us each)."""
     match message:
         case Found():
-            told = len(message.present) + len(message.absent) + len(message.failed)
+            told = len(message.absent) + len(message.failed)
             return 6 + len(message.loaded) + (told + len(message.unused)) // 8
         case Stored():
             return 6 + len(message.outcomes) // 8

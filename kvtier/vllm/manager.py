@@ -19,7 +19,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier._core.prompt import PromptAnswers
 from kvtier.engine.engine import Engine
 from kvtier.errors import InternalError, TierLostError
 from kvtier.types import GROUP_BYTES, Lookup, RequestContext, TierMatch, key_group
@@ -64,10 +65,6 @@ _ANSWERS = (
     LookupResult.RETRY,
 )
 """By the engine's own `Lookup`."""
-
-# Members of an enumeration take longer to find than to return.
-_HIT = LookupResult.HIT
-_HOST = CacheHitSource.HOST
 
 _SOURCES = {"fs": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
 """By type of tier; vLLM has no word for the others."""
@@ -113,7 +110,7 @@ class _Load:
         self.transfer = transfer
 
 
-class KVTierManager(OffloadingManager):
+class KVTierManager(PromptAnswers, OffloadingManager):
     """Host memory and tiers of one engine.
 
     Parameters
@@ -131,6 +128,9 @@ class KVTierManager(OffloadingManager):
     """
 
     def __init__(self, region: Region, config: Config, *, events: bool = False) -> None:
+        other = CacheHitSource.EXTERNAL_UNSPECIFIED
+        sources = [_SOURCES.get(tier.type, other) for tier in config.tiers]
+        PromptAnswers.__init__(self, LookupResult.HIT, CacheHitSource.HOST, sources)
         self.region = region
         self.engine = Engine(config, region, own_region=True)
         # Before the start: a level that never changes afterwards is told then and not again.
@@ -141,20 +141,11 @@ class KVTierManager(OffloadingManager):
             region.close()
             raise
         self._events = EventOutlet(self.engine) if events else None
-        self._sources = [
-            _SOURCES.get(tier.type, CacheHitSource.EXTERNAL_UNSPECIFIED) for tier in config.tiers
-        ]
         groups = region.geometry.groups
         self._chunk_tokens = [group.block_tokens * group.blocks_per_chunk for group in groups]
         self._windowed = [group.window_chunks is not None for group in groups]
-        # The request whose prompt was looked at last, until anything may change that: its chunks
-        # that are ready, and what was said of those behind them.
-        self._walked: ReqContext | None = None
-        self._ready: set[bytes] = set()
+        # What was said of the chunks behind those that are ready, of the prompt looked at last.
         self._following: dict[bytes, LookupResult] = {}
-        # The request that was answered last where its chunks came from, and their tiers.
-        self._sourced: ReqContext | None = None
-        self._tiers: Mapping[bytes, int] = {}
         self.committed_chunks = 0
         self.failed_chunks = 0
         self.evicted_chunks = 0
@@ -170,19 +161,17 @@ class KVTierManager(OffloadingManager):
         self._left_stores: list[_Store] = []
         self._left_loads: list[_Load] = []
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def _look(self, key: bytes, req_context: ReqContext) -> LookupResult:
         """State of one chunk: HIT only when its bytes are in host memory, compared with their
         checksum if they came from a tier.
 
         The first question about a prompt is answered for all of it, the others from that answer.
         """
-        if req_context is self._walked and key in self._ready:
-            return _HIT
-        return self._look(key, req_context)
-
-    def _look(self, key: bytes, req_context: ReqContext) -> LookupResult:
-        if req_context is self._walked and key in self._following:
-            return self._following[key]
+        if req_context is self.prompt:
+            if key in self._following:
+                return self._following[key]
+            if self.again(key):
+                return LookupResult.HIT
         if self._ended:
             self._settle()
         context = _context(req_context)
@@ -201,8 +190,8 @@ class KVTierManager(OffloadingManager):
             # All is asked for already: a miss ends vLLM's walk over the prompt, here and in every
             # step until the answer changes.
             self._following[keys[ready + 1]] = LookupResult.MISS
-        self._walked, self._ready = req_context, set(keys[:ready])
-        return _HIT if ready else self._following[key]
+        self.keep(req_context, keys[:ready])
+        return LookupResult.HIT if self.again(key) else self._following[key]
 
     def _walk(self, key: bytes, req_context: ReqContext) -> list[bytes]:
         """The keys that vLLM asks for one after the other, from this one on; none where that is
@@ -224,13 +213,8 @@ class KVTierManager(OffloadingManager):
         start = ends[key] // tokens - 1
         return keys[start:] if 0 <= start < len(keys) and keys[start] == key else []
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Where a chunk that was answered HIT came from."""
-        if req_context is not self._sourced:
-            self._sourced = req_context
-            self._tiers = self.engine.sources(_context(req_context))
-        tier = self._tiers.get(key)
-        return _HOST if tier is None else self._sources[tier]
+    def _find_sources(self, req_context: ReqContext) -> None:
+        self.keep_sources(req_context, self.engine.sources(_context(req_context)))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunk by chunk is how everything is stored; no tier here needs whole requests."""
@@ -245,7 +229,7 @@ class KVTierManager(OffloadingManager):
         What found no slot is not offered again by vLLM once the request has moved on: None would
         make it offer all keys in every step, with a warning each time.
         """
-        self._walked = None
+        self.forget()
         self._settle()
         context = _context(req_context)
         reservation = self.engine.reserve(list(keys), context)
@@ -267,7 +251,7 @@ class KVTierManager(OffloadingManager):
     ) -> None:
         """Make the chunks of one ``prepare_store`` loadable, as soon as all ranks have published
         them."""
-        self._walked = None
+        self.forget()
         stores = self._stores.get(req_context.req_id, [])
         # No two stores in flight have a chunk in common.
         store = next((one for one in stores if one.keys[0] in keys), None)
@@ -322,13 +306,14 @@ class KVTierManager(OffloadingManager):
         vLLM never calls ``touch``; the chunks, those on the accelerator included, and their order
         come from the end positions that it notes for the request's keys.
         """
-        self._walked = self._sourced = None
+        self.forget()
+        self.forget_sources()
         context = _context(req_context)
         self.engine.finish_request(context, context.positions)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """End of a scheduler step."""
-        self._walked = None
+        self.forget()
         self._settle()
         self.engine.end_step()
 
@@ -346,7 +331,7 @@ class KVTierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Forget every chunk at once. Slots in flight come back when their copies have ended."""
-        self._walked = None
+        self.forget()
         self.engine.reset()
         # vLLM never completes what was in flight: from now on only the ranks' lines count.
         self._left_stores += [*self._ended, *chain.from_iterable(self._stores.values())]

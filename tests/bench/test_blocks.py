@@ -316,12 +316,11 @@ def test_a_pending_promotion_holds_no_block(tmp_path: Path, isolation: str, poin
         by_name = {item.request_id: item for item in standin.finished}
         assert [item.request_id for item in standin.finished][-1] == "x#2"
         # As long as the gate was shut: nothing is ready, and the answer is "ask again".
-        not_yet = {Lookup.RETRY} if point == "exists" else {Lookup.RETRY, Lookup.HIT_PENDING}
         assert len(pending_answers) > 5
         assert {ready for ready, _ in pending_answers} == {0}
-        assert {answer for _, answer in pending_answers} <= not_yet
+        assert {answer for _, answer in pending_answers} == {Lookup.RETRY}
         for answers in watched.by_key.values():
-            assert set(answers[: len(pending_answers)]) <= not_yet
+            assert set(answers[: len(pending_answers)]) == {Lookup.RETRY}
         # Then all of it is loaded, and exact.
         assert watched.answers[-1] == (CHUNKS_X, Lookup.MISS)
         assert by_name["x#2"].loaded_tokens == CHUNKS_X * SHAPE.chunk_tokens

@@ -131,13 +131,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.lent += zip(slots.tolist(), generations.tolist(), strict=True)
 
     @precondition(lambda self: self.lent)
-    @rule(one=st.integers(0, 24).map(key), saved=st.booleans(), crc=st.booleans())
-    def adopt(self, one: bytes, saved: bool, crc: bool) -> None:
+    @rule(
+        one=st.integers(0, 24).map(key), saved=st.booleans(), crc=st.booleans(), pin=st.booleans()
+    )
+    def adopt(self, one: bytes, saved: bool, crc: bool, pin: bool) -> None:
         slot, generation = self.lent.pop()
         arrays = np.array([slot]), np.array([generation], np.uint32)
         crcs = np.array([slot + 7], np.uint32) if crc else None
-        got = self.index.adopt(*arrays, [one], crcs, saved)
+        got = self.index.adopt(*arrays, [one], crcs, saved, pin)
         assert got == [self.pure.adopt(one, saved)]
+        if got[0] and pin:
+            self.chunk(one).owner += 1
+            self.pinned.append((self.chunk(one), slot, generation))
         if got[0]:
             assert self.table.crc(slot) == (slot + 7 if crc else None)
             assert self.table.unsaved(slot) is not saved

@@ -16,7 +16,7 @@ import pytest
 from kvtier.config import parse
 from kvtier.engine.engine import Engine
 from kvtier.engine.loads import HOLD_SECONDS
-from kvtier.engine.requests import COMING, GONE
+from kvtier.engine.requests import ASKED, GONE
 from kvtier.host.region import Region
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
@@ -120,7 +120,7 @@ def clocked(window: int | None = None, slots: int = 16, **tier: Any) -> Iterator
 def found(job: int, **what: Any) -> m.Found:
     fields: dict[str, Any] = {
         "absent": [],
-        "present": [],
+        "present": 0,
         "loaded": [],
         "slots": [],
         "crcs": [],
@@ -206,16 +206,16 @@ def test_a_find_without_an_end_is_given_up_at_its_deadline() -> None:
         (find,) = one.notes.finds()
         request = one.engine._planner.request(context)
         # A tier has it, and nothing more is heard.
-        one.notes.answers.append(found(find.job, present=[0]))
+        one.notes.answers.append(found(find.job, present=1))
         one.after(0.0)
-        assert request.status[key(3)] == COMING
+        assert request.status[key(3)] == ASKED
         one.after(LOAD_SECONDS - 0.1)
-        assert request.status[key(3)] == COMING
+        assert request.status[key(3)] == ASKED
         one.after(0.2)
         assert request.status[key(3)] == GONE
         assert one.engine.lookup(key(3), context) is Lookup.MISS
         # News that come too late must not have others wait for its slots.
-        one.notes.answers.append(found(find.job, present=[0]))
+        one.notes.answers.append(found(find.job, present=1))
         one.after(0.1)
         assert not one.engine._planner.loads.line
         one.notes.answers.append(found(find.job, failed=[0], unused=find.slots, final=True))

@@ -109,6 +109,44 @@ def gates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Gates]:
     caplog.get_records("call").clear()
 
 
+def test_the_socket_is_asked_when_something_is_announced(gates: Gates) -> None:
+    """Each frame is counted before it is sent: as many as were read leave nothing to ask for."""
+    asked = 0
+
+    class Counting:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def poll(self, timeout: float) -> Any:
+            nonlocal asked
+            asked += 1
+            return self.inner.poll(timeout)
+
+    with running(gates.folder) as (one, carrier):
+        one.sync()
+        wait_for(lambda: carrier.receive() == [] and one.region.service_frames == carrier._frames)
+        carrier._readable = Counting(carrier._readable)  # type: ignore[assignment]  # counts
+        for _ in range(50):
+            one.engine.poll()
+        # The service tells of its samples by itself, twice a second at most.
+        quiet = asked
+        assert quiet <= 6
+        one.store(keys(1, 2))
+        one.settle()
+        assert asked > quiet
+        # Announced, and not there yet: it is asked for until it is.
+        os.kill(carrier.pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: carrier.receive() == [])
+            before, frames = asked, one.region.service_frames
+            one.region.service_frames = carrier._frames + 1
+            assert [carrier.receive(), carrier.receive()] == [[], []]
+            assert asked == before + 2
+            one.region.service_frames = frames
+        finally:
+            os.kill(carrier.pid, signal.SIGCONT)
+
+
 @pytest.mark.fault("K08", "M04", "K07", "H23")
 @pytest.mark.parametrize("point", ["idle", "exists", "load", "store", "opening"])
 def test_killed_at(point: str, gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
