@@ -81,11 +81,14 @@ def hash_seed(vllm_config: VllmConfig) -> tuple[str, str, bool]:
 
 
 def tile_format(layer: Any, layout: str | None) -> str:
-    """Inner order of a head tile: layout family, backend class and packing variant."""
+    """Inner order of a head tile: layout family, backend class, packing variant, and the dimensions
+    of the layer's cache (K and V of a head are side by side in four, and halves of a page in five;
+    vLLM keeps both orders in its canonical page)."""
     backend = getattr(layer, "attn_backend", None)
     name = f"{backend.__module__}.{backend.__qualname__}" if backend is not None else "state"
     variant = getattr(layer, "isa", None)
-    return f"{layout or 'none'}/{name}/{variant or '-'}"
+    cache = getattr(layer, "kv_cache", ())
+    return f"{layout or 'none'}/{name}/{variant or '-'}/{getattr(cache, 'ndim', len(cache))}d"
 
 
 def _canonical_json(value: Any) -> str:
@@ -160,4 +163,8 @@ def namespace_fields(
             f"tp={parallel.tp_size},pp={parallel.pp_size},pcp={parallel.pcp_size},"
             f"dcp={parallel.dcp_size},world={parallel.world_size}"
         )
+        if parallel.dcp_size * parallel.pcp_size > 1:
+            # Which tokens of a block a rank holds, where its page is kept as it is.
+            interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+            fields["topology"] += f",interleave={interleave}"
     return fields

@@ -3,12 +3,15 @@
 
 Runs in the worker, the only place that has the tensors and their mappings. Every page is either
 mapped to a canonical page (all ranks agree on its bytes) or kept as an opaque page for each rank.
+Pipeline stages have other layers each, and vLLM maps none of their pages: a block of a group is
+then one page with an area for each rank, as large as what that rank holds of it.
 Owns no state but the plans, which hold the tensors.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -91,6 +94,56 @@ def page_mapping(ref: CanonicalKVCacheRef, rank: int, world_size: int) -> PageMa
         raise ConfigError(f"vLLM's page mapping is not a tiling: {exc}") from exc
 
 
+class StageArea(NamedTuple):
+    """What each rank of one pipeline stage holds of one block of a group."""
+
+    layers: str
+    """First and last layer, to tell one division into stages from another."""
+    size_bytes: int
+
+
+def local_areas(config: OffloadingConfig, caches: CanonicalKVCaches) -> tuple[StageArea, ...]:
+    """What this rank holds of each group."""
+    return tuple(
+        StageArea(
+            f"{group.layer_names[0]}..{group.layer_names[-1]}" if group.layer_names else "",
+            sum(ref.page_size_bytes for ref in refs),
+        )
+        for group, refs in zip(config.groups, caches.group_data_refs, strict=True)
+    )
+
+
+def rank_areas(
+    refs: Sequence[CanonicalKVCacheRef], stages: Sequence[StageArea], rank: int, world_size: int
+) -> tuple[str, list[PageMapping]]:
+    """Name of a group's one page that holds the areas of all ranks, and where those of `rank` lie.
+
+    Raises
+    ------
+    ConfigError
+        If a stage has no layer of the group.
+    """
+    per_stage = world_size // len(stages)
+    name = " ".join(f"{area.layers}={area.size_bytes}*{per_stage}" for area in stages)
+    if not all(area.size_bytes for area in stages):
+        raise ConfigError(f"a pipeline stage has no layer of a KV cache group: {name}")
+    sizes = [stages[other // per_stage].size_bytes for other in range(world_size)]
+    offset = sum(sizes[:rank])
+    mappings = []
+    for ref in refs:
+        size = ref.page_size_bytes
+        mappings.append(
+            PageMapping(
+                local_bytes=size,
+                canonical_bytes=sum(sizes),
+                runs=(Run(0, offset, size, 1, size, size),),
+                portable=False,
+            )
+        )
+        offset += size
+    return name, mappings
+
+
 def page_names(layer_names: tuple[str, ...], num_refs: int) -> tuple[str, ...]:
     """Names for the pages of a group: its layers, or a number where layers are packed."""
     if num_refs == len(layer_names):
@@ -118,6 +171,7 @@ def build_pages(
     config: OffloadingConfig,
     caches: CanonicalKVCaches,
     windows: tuple[int | None, ...],
+    stages: Sequence[tuple[StageArea, ...]] | None = None,
 ) -> WorkerPages:
     """Lay the pages of each group one after the other.
 
@@ -128,12 +182,15 @@ def build_pages(
         Flat tensors ``(num_blocks, page_bytes)`` with a stride, and the pages of each group.
     windows : sequence of (int or None)
         Window of each group in chunks.
+    stages : sequence of sequence of StageArea, optional
+        ``local_areas`` of each pipeline stage, where there is more than one.
 
     Raises
     ------
     ConfigError
-        If the groups that vLLM offloads are not numbered from 0 on, if a group has no page, or if
-        a tensor is not flat bytes, or they lie where kvtier cannot copy from.
+        If the groups that vLLM offloads are not numbered from 0 on, if a group has no page here or
+        on another stage, or if a tensor is not flat bytes, or they lie where kvtier cannot copy
+        from.
     """
     if [group.group_id for group in config.groups] != list(range(len(config.groups))):
         raise ConfigError(
@@ -144,19 +201,29 @@ def build_pages(
     groups = []
     layer_pages = []
     devices: set[torch.device] = set()
-    for group, refs, window in zip(config.groups, caches.group_data_refs, windows, strict=True):
-        if not refs:
+    for index, (group, refs, window) in enumerate(
+        zip(config.groups, caches.group_data_refs, windows, strict=True)
+    ):
+        if not refs and stages is None:
             raise ConfigError(f"KV cache group {group.group_id} has no page to offload")
+        if stages is None:
+            names = page_names(group.layer_names, len(refs))
+            mappings = [page_mapping(ref, parallel.rank, parallel.world_size) for ref in refs]
+        else:
+            areas = [stage[index] for stage in stages]
+            name, mappings = rank_areas(refs, areas, parallel.rank, parallel.world_size)
+            names = (name,) * len(refs)
+        places: dict[str, PageGeometry] = {}
         offset = 0
-        pages = []
         placed = []
-        for name, ref in zip(page_names(group.layer_names, len(refs)), refs, strict=True):
+        for name, ref, mapping in zip(names, refs, mappings, strict=True):
             tensor = caches.tensors[ref.tensor_idx].tensor
             if tensor.element_size() != 1 or tensor.dim() != 2 or tensor.stride(1) != 1:
                 raise ConfigError(f"layer {name}: vLLM's tensor is not flat bytes by block")
             devices.add(tensor.device)
-            mapping = page_mapping(ref, parallel.rank, parallel.world_size)
-            pages.append(PageGeometry(name, offset, mapping.canonical_bytes))
+            if name not in places:
+                places[name] = PageGeometry(name, offset, mapping.canonical_bytes)
+                offset += mapping.canonical_bytes
             placed.append(
                 LayerPage(
                     layer=name,
@@ -167,13 +234,12 @@ def build_pages(
                     owner=tensor,
                 )
             )
-            offset += mapping.canonical_bytes
         groups.append(
             GroupGeometry(
                 block_tokens=group.tokens_per_block,
                 blocks_per_chunk=config.cache.blocks_per_chunk,
                 block_bytes=offset,
-                pages=tuple(pages),
+                pages=tuple(places.values()),
                 window_chunks=window,
             )
         )

@@ -9,11 +9,22 @@ geometry and namespace; the manager attaches and reads them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed
 from vllm.config import get_current_vllm_config
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.distributed import get_pp_group
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    get_sliding_window_size_in_chunks,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvtier.config import Config, parse_extra_config
@@ -27,7 +38,7 @@ from kvtier.vllm.identity import namespace_fields
 from kvtier.vllm.leftovers import sweep_at_exit
 from kvtier.vllm.manager import KVTierManager
 from kvtier.vllm.outlets import definitions, metadata
-from kvtier.vllm.pages import build_pages
+from kvtier.vllm.pages import StageArea, build_pages, local_areas
 from kvtier.vllm.worker import TransferWorker
 
 if TYPE_CHECKING:
@@ -43,6 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvtier.spec")
 
 START_SECONDS = 30.0
+
+_KINDS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+"""What vLLM offloads. KV of an encoder does not follow from the tokens that a key is made of."""
 
 
 def region_name(engine_id: str) -> str:
@@ -65,17 +79,47 @@ def spec_config(extra: Mapping[str, Any]) -> Config:
     return config
 
 
-def window_chunks(vllm_config: VllmConfig, layer_name: str, chunk_tokens: int) -> int | None:
-    """Chunks that one request needs of a windowed group; None for full attention."""
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+def window_chunks(
+    vllm_config: VllmConfig, layer_names: Sequence[str], chunk_tokens: int
+) -> int | None:
+    """Chunks that one request needs of a windowed group; None for full attention.
+
+    vLLM's own answer for the layers. Where they differ it keeps all of them as full attention (one
+    group for everything, without its hybrid manager).
+
+    Raises
+    ------
+    ConfigError
+        If the KV of a layer is of a kind that does not follow from the tokens before it.
+    """
+    windows = {_layer_window(vllm_config, name, chunk_tokens) for name in layer_names}
+    return windows.pop() if len(windows) == 1 else None
+
+
+def _layer_window(vllm_config: VllmConfig, name: str, chunk_tokens: int) -> int | None:
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
     spec = layer.get_kv_cache_spec(vllm_config) if layer is not None else None
+    if spec is None:
+        return None
+    if not isinstance(spec, _KINDS):
+        raise ConfigError(
+            f"layer {name}: kvtier cannot offload KV of class {type(spec).__name__}, only of "
+            f"{', '.join(kind.__name__ for kind in _KINDS)} and classes derived from them"
+        )
     if isinstance(spec, SlidingWindowSpec):
-        return -(-int(spec.sliding_window) // chunk_tokens)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return -(-int(spec.attention_chunk_size) // chunk_tokens)
-    if isinstance(spec, MambaSpec):
-        return 1
-    return None
+        # As vLLM does once it has the specs of all layers.
+        extra = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
+        spec = replace(spec, extra_retained_tokens=extra)
+    window: int | None = get_sliding_window_size_in_chunks(spec, chunk_tokens)
+    return window
+
+
+def stage_areas(mine: tuple[StageArea, ...]) -> list[tuple[StageArea, ...]]:
+    """What each pipeline stage holds of the groups, in order; all of them ask at the same time."""
+    group = get_pp_group()
+    areas: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(areas, mine, group=group.cpu_group)
+    return areas
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -118,12 +162,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
         windows = tuple(
             window_chunks(
                 vllm_config,
-                group.layer_names[0],
+                group.layer_names,
                 group.tokens_per_block * config.cache.blocks_per_chunk,
             )
             for group in config.groups
         )
-        pages = build_pages(config, kv_caches, windows)
+        areas = None
+        if config.parallel.pp_size > 1:
+            areas = stage_areas(local_areas(config, kv_caches))
+        pages = build_pages(config, kv_caches, windows, areas)
         try:
             geometry = make_geometry(pages.groups, self.settings.capacity_bytes)
         except ValueError as exc:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,6 +37,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
     yield build
     shutil.rmtree(root)
+
+
+@pytest.fixture(scope="session")
+def _loaded() -> None:
+    """vLLM's configuration and connector, which warn while they are imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # lazy: seconds, and only for tests that make vLLM's configuration in this process.
+        import torch._inductor.config  # noqa: F401 (the first to warn)
+
+        import tests.vllm.ranks  # noqa: F401
+
+
+@pytest.fixture
+def in_process(_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests over ``tests.vllm.ranks``: vLLM in this process, in an engine's environment."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 @contextlib.contextmanager

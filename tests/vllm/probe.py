@@ -49,6 +49,14 @@ class Probe:
             "main_cpus": sorted(os.sched_getaffinity(0)),
         }
 
+    def kvt_pipeline(self) -> None:
+        """Make what a later stage receives into: vLLM does that in a dummy run, which its worker of
+        the CPU platform leaves out, and fails at the first step."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
     def kvt_digests(self, group: int) -> list[str]:
         """Digest of each accelerator block over all layers of `group`."""
         caches = self.kvt_worker().pages.caches
