@@ -217,7 +217,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self.region_name, directory=self.settings.directory, timeout_seconds=START_SECONDS
         )
         manager = KVTierManager(
-            region, self.settings, events=self.kv_events_config.enable_kv_cache_events
+            region,
+            self.settings,
+            events=self.kv_events_config.enable_kv_cache_events,
+            replica=self.config.parallel.data_parallel_index,
         )
         logger.info(
             "kvtier: manager attached to region %s: %d slots, namespace %s",
