@@ -288,6 +288,8 @@ class KVTierManager(PromptAnswers, OffloadingManager):
             raise InternalError(f"request {req_context.req_id} already loads")
         wanted = list(keys)
         slots, generations = self.engine.pin(wanted, _context(req_context))
+        if self._events is not None:
+            self._events.loaded(wanted)
         number = self._next_transfer
         self._next_transfer += 1
         self._loads[req_context.req_id] = _Load(slots, generations, number)
