@@ -122,6 +122,18 @@ def stage_areas(mine: tuple[StageArea, ...]) -> list[tuple[StageArea, ...]]:
     return areas
 
 
+def warn_of_policy(vllm_config: VllmConfig) -> None:
+    """Say so where vLLM would fail a request over a load that it is told has failed."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvtier: kv_load_failure_policy is %r, so that vLLM fails a request whose load is "
+            'reported as failed; set "kv_load_failure_policy": "recompute" beside kv_connector to '
+            "have it computed",
+            transfer.kv_load_failure_policy,
+        )
+
+
 class KVTierOffloadingSpec(OffloadingSpec):
     """Entry point of kvtier in vLLM's ``OffloadingConnector``.
 
@@ -196,6 +208,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         region.sign(parallel.rank)
         if region.is_creator:
+            warn_of_policy(vllm_config)
             # The manager sees the slots that have memory by now, and more with each step.
             region.populate(lambda available: None)
         worker = TransferWorker(region, pages, parallel.rank)
