@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_pp_group
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    get_sliding_window_size_in_chunks,
-)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -106,6 +103,11 @@ def _layer_window(vllm_config: VllmConfig, name: str, chunk_tokens: int) -> int 
             f"layer {name}: kvtier cannot offload KV of class {type(spec).__name__}, only of "
             f"{', '.join(kind.__name__ for kind in _KINDS)} and classes derived from them"
         )
+    # lazy: takes half of vLLM with it, which is there when a worker asks
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
+
     if isinstance(spec, SlidingWindowSpec):
         # As vLLM does once it has the specs of all layers.
         extra = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
