@@ -120,7 +120,8 @@ class MetricsConfig(msgspec.Struct, frozen=True):
     """kvtier's own HTTP endpoint: ``/metrics`` and ``/healthz``."""
 
     port: Port | None = None
-    """None opens no endpoint. Each instance on a host needs a port of its own."""
+    """None opens no endpoint. Each instance on a host needs a port of its own; data-parallel rank
+    n of a vLLM takes this one plus n."""
     host: Word = "127.0.0.1"
 
 
@@ -129,7 +130,7 @@ class EventsConfig(msgspec.Struct, frozen=True):
 
     endpoint: Word | None = None
     """Address to bind, such as ``tcp://127.0.0.1:5557``; None publishes nothing. Each
-    instance needs one of its own."""
+    instance needs one of its own; data-parallel rank n of a vLLM takes its ports plus n."""
     replay_endpoint: Word | None = None
     """Address at which missed messages can be asked for."""
     topic: Word = "kvtier"

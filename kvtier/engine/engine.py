@@ -54,6 +54,9 @@ class Engine:
     region : Region
         Created by the workers, or by the caller; closed by ``close`` if `own_region`.
     own_region : bool
+    replica : int
+        Number of this engine among equally configured ones on a host: its endpoints are as many
+        ports higher.
     clock : callable
         Monotonic seconds.
     carrier : Carrier, optional
@@ -66,6 +69,7 @@ class Engine:
         region: Region,
         *,
         own_region: bool = False,
+        replica: int = 0,
         clock: Callable[[], float] = time.monotonic,
         carrier: Carrier | None = None,
     ) -> None:
@@ -77,7 +81,7 @@ class Engine:
         self._clock = clock
         self._recorder = Recorder()
         self._outlets = Outlets(
-            config, self.geometry, self._recorder, self.namespace.get("epoch", "")
+            config, self.geometry, self._recorder, self.namespace.get("epoch", ""), replica
         )
         self.registry = self._outlets.registry
         self.events = self._outlets.events

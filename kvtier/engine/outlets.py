@@ -17,6 +17,7 @@ from kvtier._core.index import Index
 from kvtier.config import Config
 from kvtier.engine.planner import Planner
 from kvtier.engine.state import TierState
+from kvtier.errors import ConfigError
 from kvtier.obs.events import Event, EventBus, Operation
 from kvtier.obs.http import HttpEndpoint, HttpThread, TierHealth
 from kvtier.obs.metrics import METRICS, Recorder, Registry, Sample
@@ -53,14 +54,24 @@ class Outlets:
         Of the owner's thread.
     epoch : str
         Of the namespace.
+    replica : int
+        See ``Engine``.
     """
 
-    def __init__(self, config: Config, geometry: Geometry, recorder: Recorder, epoch: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        recorder: Recorder,
+        epoch: str,
+        replica: int = 0,
+    ) -> None:
         self.registry = Registry(METRICS)
         self.events = EventBus(epoch=epoch)
         self.tiers: Sequence[TierState] = ()
         """Set once, by the engine, when it knows them."""
         self._config = config
+        self._replica = replica
         self._slot_bytes = geometry.slot_bytes
         self._payload_bytes = geometry.payload_bytes
         self._recorder = recorder
@@ -72,13 +83,14 @@ class Outlets:
         """Open the endpoint and the event stream, where they are asked for."""
         metrics, events = self._config.metrics, self._config.events
         if events.endpoint is not None:
-            publisher = Publisher(self.events, events)
+            publisher = Publisher(self.events, events, self._replica)
             publisher.open()
             self._publisher = publisher
         if metrics.port is not None:
-            http = HttpThread(
-                HttpEndpoint(self.registry.render, self.health, metrics.host, metrics.port)
-            )
+            port = metrics.port + self._replica
+            if port > 65535:
+                raise ConfigError(f"metrics.port: replica {self._replica} would take port {port}")
+            http = HttpThread(HttpEndpoint(self.registry.render, self.health, metrics.host, port))
             http.open()
             self._http = http
 

@@ -120,6 +120,8 @@ class KVTierManager(PromptAnswers, OffloadingManager):
     config : Config
     events : bool
         Whether vLLM takes events.
+    replica : int
+        Data-parallel rank.
 
     Raises
     ------
@@ -127,12 +129,14 @@ class KVTierManager(PromptAnswers, OffloadingManager):
         If a tier says that something has to be changed.
     """
 
-    def __init__(self, region: Region, config: Config, *, events: bool = False) -> None:
+    def __init__(
+        self, region: Region, config: Config, *, events: bool = False, replica: int = 0
+    ) -> None:
         other = CacheHitSource.EXTERNAL_UNSPECIFIED
         sources = [_SOURCES.get(tier.type, other) for tier in config.tiers]
         PromptAnswers.__init__(self, LookupResult.HIT, CacheHitSource.HOST, sources)
         self.region = region
-        self.engine = Engine(config, region, own_region=True)
+        self.engine = Engine(config, region, own_region=True, replica=replica)
         # Before the start: a level that never changes afterwards is told then and not again.
         self._stats = StatsOutlet(self.engine)
         try:
@@ -284,6 +288,8 @@ class KVTierManager(PromptAnswers, OffloadingManager):
             raise InternalError(f"request {req_context.req_id} already loads")
         wanted = list(keys)
         slots, generations = self.engine.pin(wanted, _context(req_context))
+        if self._events is not None:
+            self._events.loaded(wanted)
         number = self._next_transfer
         self._next_transfer += 1
         self._loads[req_context.req_id] = _Load(slots, generations, number)

@@ -124,6 +124,10 @@ def observations(bounds: Sequence[float], counts: Sequence[int], total: float) -
 class EventOutlet:
     """kvtier's events as vLLM's: host memory always, a tier where ``enable_kv_events`` is set.
 
+    A chunk that comes from a tier is in host memory before vLLM has been answered, and vLLM knows
+    its tokens from that answer on: told earlier, it would be an event without them, of which
+    routers make nothing. So it is told with its first load.
+
     Parameters
     ----------
     engine : Engine
@@ -132,23 +136,45 @@ class EventOutlet:
     def __init__(self, engine: Engine) -> None:
         self._subscription = engine.events.subscribe()
         self._told = {HOST} | {tier.name for tier in engine.config.tiers if tier.enable_kv_events}
+        self._found: list[OffloadingEvent] = []
+        self._last: tuple[str, bool] | None = None
+        # Came from a tier, and not told of; no more than host memory holds.
+        self._promoted: dict[bytes, Event] = {}
 
     def take(self) -> Iterable[OffloadingEvent]:
         """Events since the last call; neighbours that say the same are one, with all their keys."""
-        found: list[OffloadingEvent] = []
-        last = None
+        self._read()
+        found, self._found, self._last = self._found, [], None
+        return found
+
+    def loaded(self, keys: Iterable[bytes]) -> None:
+        """vLLM knows these chunks of host memory."""
+        self._read()
+        for key in keys:
+            event = self._promoted.pop(key, None)
+            if event is not None:
+                self._add(event, HOST, False)
+
+    def _read(self) -> None:
         for event in self._subscription.take():
             if event.operation == "cleared":
-                continue  # vLLM tells that itself
+                self._promoted.clear()  # vLLM tells that itself
+                continue
             for tier, removed in _changes(event):
                 if tier not in self._told:
                     continue
-                same = (tier, removed)
-                if same != last:
-                    found.append(_offloading_event(event, tier, removed))
-                    last = same
-                found[-1].keys.append(event.key)
-        return found
+                if tier == HOST and not removed and event.source:
+                    self._promoted[event.key] = event
+                elif tier == HOST and removed and event.key in self._promoted:
+                    del self._promoted[event.key]
+                else:
+                    self._add(event, tier, removed)
+
+    def _add(self, event: Event, tier: str, removed: bool) -> None:
+        if (tier, removed) != self._last:
+            self._found.append(_offloading_event(event, tier, removed))
+            self._last = tier, removed
+        self._found[-1].keys.append(event.key)
 
 
 def _changes(event: Event) -> Iterator[tuple[str, bool]]:

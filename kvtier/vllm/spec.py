@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_pp_group
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-    get_sliding_window_size_in_chunks,
-)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -106,6 +103,11 @@ def _layer_window(vllm_config: VllmConfig, name: str, chunk_tokens: int) -> int 
             f"layer {name}: kvtier cannot offload KV of class {type(spec).__name__}, only of "
             f"{', '.join(kind.__name__ for kind in _KINDS)} and classes derived from them"
         )
+    # lazy: takes half of vLLM with it, which is there when a worker asks
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
+
     if isinstance(spec, SlidingWindowSpec):
         # As vLLM does once it has the specs of all layers.
         extra = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
@@ -120,6 +122,18 @@ def stage_areas(mine: tuple[StageArea, ...]) -> list[tuple[StageArea, ...]]:
     areas: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(areas, mine, group=group.cpu_group)
     return areas
+
+
+def warn_of_policy(vllm_config: VllmConfig) -> None:
+    """Say so where vLLM would fail a request over a load that it is told has failed."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kvtier: kv_load_failure_policy is %r, so that vLLM fails a request whose load is "
+            'reported as failed; set "kv_load_failure_policy": "recompute" beside kv_connector to '
+            "have it computed",
+            transfer.kv_load_failure_policy,
+        )
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -196,6 +210,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         region.sign(parallel.rank)
         if region.is_creator:
+            warn_of_policy(vllm_config)
             # The manager sees the slots that have memory by now, and more with each step.
             region.populate(lambda available: None)
         worker = TransferWorker(region, pages, parallel.rank)
@@ -217,7 +232,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self.region_name, directory=self.settings.directory, timeout_seconds=START_SECONDS
         )
         manager = KVTierManager(
-            region, self.settings, events=self.kv_events_config.enable_kv_cache_events
+            region,
+            self.settings,
+            events=self.kv_events_config.enable_kv_cache_events,
+            replica=self.config.parallel.data_parallel_index,
         )
         logger.info(
             "kvtier: manager attached to region %s: %d slots, namespace %s",

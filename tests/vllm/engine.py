@@ -133,9 +133,13 @@ class Host:
         extra: dict[str, Any] | None = None,
         block_size: int | None = None,
         engine_id: str | None = None,
+        policy: str | None = None,
         **engine_args: Any,
     ) -> dict[str, Any]:
-        """Start vLLM; `extra` is ``kv_connector_extra_config``, None leaves offloading out."""
+        """Start vLLM; `extra` is ``kv_connector_extra_config``, None leaves offloading out.
+
+        With all in one process it may be started again after ``stop``, which saves the imports.
+        """
         # lazy: the parent imports this module too, and must not load vLLM.
         from vllm import LLM
 
@@ -164,7 +168,9 @@ class Host:
                     "spec_module_path": "kvtier.vllm.spec",
                     **extra,
                 },
-            } | ({"engine_id": engine_id} if engine_id else {})
+            }
+            given = {"engine_id": engine_id, "kv_load_failure_policy": policy}
+            arguments["kv_transfer_config"] |= {key: one for key, one in given.items() if one}
         self.llm = LLM(**(arguments | engine_args))
         config = self.llm.llm_engine.vllm_config.cache_config
         return {"block_size": config.block_size, "pid": os.getpid()}
@@ -286,6 +292,10 @@ class Host:
             "stored_bytes": stats.stored_bytes,
             "loaded_bytes": stats.loaded_bytes,
             "failures": stats.failures,
+            "operations": {
+                " ".join(labels): count
+                for labels, count in manager.engine.registry.series("kvtier_chunks_total").items()
+            },
             "corrupt": {
                 labels[0]: count
                 for labels, count in manager.engine.registry.series(
@@ -332,15 +342,21 @@ class Host:
             _, _, payload = self.subscriber.recv_multipart()
             for event in decoder.decode(payload).events:
                 if isinstance(event, BlockStored | BlockRemoved):
-                    found.append(
-                        {
-                            "removed": isinstance(event, BlockRemoved),
-                            "hashes": [str(one) for one in event.block_hashes],
-                            "medium": event.medium,
-                            "locality": event.locality,
-                            "ownership": event.ownership,
+                    told = {
+                        "removed": isinstance(event, BlockRemoved),
+                        "hashes": [str(one) for one in event.block_hashes],
+                        "medium": event.medium,
+                        "locality": event.locality,
+                        "ownership": event.ownership,
+                    }
+                    if isinstance(event, BlockStored):
+                        parent = event.parent_block_hash
+                        told |= {
+                            "parent": None if parent is None else str(parent),
+                            "tokens": event.token_ids,
+                            "block_size": event.block_size,
                         }
-                    )
+                    found.append(told)
         return found
 
     def settle(self, seconds: float = 30.0) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Probe:
             "pid": os.getpid(),
             "rank": worker.rank,
             "stored_chunks": worker.stored_chunks,
+            "stored_bytes": worker.stored_bytes,
             "loaded_chunks": worker.loaded_chunks,
             "failed_chunks": worker.failed_chunks,
             "finished": worker.region.finished(worker.rank),
@@ -72,6 +73,34 @@ class Probe:
             digests.append(digest.hexdigest())
         return digests
 
+    def kvt_heads(self) -> list[list[str]]:
+        """Of each accelerator block, a digest of each head that this rank has: its K and its V over
+        all layers. Latent rows count as one head.
+
+        From the tensors of vLLM's attention layers, split as the CPU backend splits them: pages,
+        mappings and plans have no part in it.
+        """
+        import torch  # lazy: as above
+
+        config: Any = self
+        layers = config.vllm_config.compilation_config.static_forward_context
+        (group,) = self.kvt_worker().region.geometry.groups
+        blocks: list[list[Any]] = []
+        for page in group.pages:
+            cache = layers[page.layer].kv_cache
+            if cache.dim() == 4:  # blocks, heads, tokens, K and V
+                count, heads, tokens, _ = cache.shape
+                parts = cache.view(count, heads, tokens * 2, -1).chunk(2, dim=2)
+            else:  # blocks, tokens, latent row
+                parts = [cache.unsqueeze(1)]
+            blocks = blocks or [[hashlib.sha256() for _ in parts[0][0]] for _ in cache]
+            for block, digests in enumerate(blocks):
+                for head, digest in enumerate(digests):
+                    for part in parts:
+                        one = part[block, head].contiguous().view(torch.uint8)
+                        digest.update(one.numpy().tobytes())
+        return [[digest.hexdigest() for digest in digests] for digests in blocks]
+
     def kvt_host_digests(self) -> list[str]:
         """Digest, as ``kvt_digests`` takes it, of this rank's heads of each block in host memory.
 
@@ -93,6 +122,14 @@ class Probe:
                     digest.update(payload[start : start + local])
                 digests.append(digest.hexdigest())
         return digests
+
+    def kvt_break_loads(self) -> None:
+        """From now on every copy from host memory fails before it has moved a byte."""
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("broken by the test")
+
+        self.kvt_worker().jobs.engine.load = fail
 
     def kvt_wipe(self) -> None:
         """Overwrite every accelerator block, so that only a load can bring old bytes back."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 
 
 def readme_command() -> list[str]:
@@ -45,6 +45,25 @@ def command(model: Path, host_bytes: int, directory: Path, files: Path) -> list[
     tier |= {"root_dir": str(files), "capacity_bytes": "1GiB"}
     words[place] = json.dumps(config)
     return words
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first: int = probe.getsockname()[1]
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for number, one in enumerate(sockets):
+                one.bind(("127.0.0.1", first + number))
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+        return first
+    raise AssertionError("no free ports in a row")
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -139,7 +158,7 @@ class Server:
         """The end of the log."""
         return self.log.read_bytes()[-6000:].decode(errors="replace")
 
-    def get(self, path: str, body: Any = None) -> str:
+    def get(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> str:
         """One request; the body of its answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
@@ -147,7 +166,7 @@ class Server:
                 connection.request("GET", path)
             else:
                 kind = {"content-type": "application/json"}
-                connection.request("POST", path, json.dumps(body), kind)
+                connection.request("POST", path, json.dumps(body), kind | (headers or {}))
             response = connection.getresponse()
             text = response.read().decode()
         finally:
@@ -155,8 +174,13 @@ class Server:
         assert response.status == 200, f"{path}: {response.status} {text}"
         return text
 
-    def complete(self, prompt: list[int], max_tokens: int = 8) -> tuple[list[int], int]:
-        """Tokens of a greedy answer, and how many of the prompt's were not computed."""
+    def complete(
+        self, prompt: list[int], max_tokens: int = 8, replica: int | None = None
+    ) -> tuple[list[int], int]:
+        """Tokens of a greedy answer, and how many of the prompt's were not computed.
+
+        `replica` is the data-parallel rank that has to answer.
+        """
         text = self.get(
             "/v1/completions",
             {
@@ -167,6 +191,7 @@ class Server:
                 "ignore_eos": True,
                 "return_token_ids": True,
             },
+            {} if replica is None else {"X-data-parallel-rank": str(replica)},
         )
         answer = json.loads(text)
         details = answer["usage"]["prompt_tokens_details"] or {}

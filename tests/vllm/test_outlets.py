@@ -7,6 +7,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -96,6 +97,179 @@ def test_metrics_and_events_of_a_known_load(
             for one in event["hashes"]
         }
         assert removed >= host
+
+
+class Router:
+    """What a router does with KV events: a tree of blocks, and on which media each of them is.
+
+    As the indexers of llm-d and dynamo, it has no use for an event that lacks its parent, tokens or
+    block size, or is of a medium that it does not know.
+    """
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._blocks: dict[tuple[str | None, tuple[int, ...]], str] = {}
+        self._media: dict[str, set[str]] = {}
+
+    def take(self, events: list[dict[str, Any]]) -> None:
+        """The next events, in order."""
+        for event in events:
+            medium = event["medium"]
+            if medium not in ("GPU", "CPU", "STORAGE"):
+                self.dropped += 1
+            elif event["removed"]:
+                for one in event["hashes"]:
+                    self._media.get(one, set()).discard(medium)
+            else:
+                self._stored(event)
+
+    def _stored(self, event: dict[str, Any]) -> None:
+        size, parent = event["block_size"], event["parent"]
+        whole = size * len(event["hashes"]) == len(event["tokens"]) > 0
+        if not whole or (parent is not None and parent not in self._media):
+            self.dropped += 1
+            return
+        for number, one in enumerate(event["hashes"]):
+            tokens = event["tokens"][number * size : (number + 1) * size]
+            self._blocks[parent, tuple(tokens)] = one
+            self._media.setdefault(one, set()).add(event["medium"])
+            parent = one
+
+    def prefix(self, tokens: list[int], medium: str) -> int:
+        """Leading blocks of a prompt that are on a medium."""
+        parent: str | None = None
+        for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            one = self._blocks.get((parent, tuple(tokens[start : start + BLOCK_TOKENS])))
+            if one is None or medium not in self._media[one]:
+                return start // BLOCK_TOKENS
+            parent = one
+        return len(tokens) // BLOCK_TOKENS
+
+    def media(self, tokens: list[int]) -> dict[str, int]:
+        """``prefix`` for all of them."""
+        return {one: self.prefix(tokens, one) for one in ("GPU", "CPU", "STORAGE")}
+
+
+class Told(Served):
+    """An engine with chunks of four blocks, and a router that listens to it."""
+
+    def __init__(
+        self, engine: Engine, arguments: dict[str, Any], endpoint: str, metrics: bool
+    ) -> None:
+        super().__init__(engine)
+        engine.start(
+            **arguments,
+            disable_log_stats=not metrics,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": endpoint,
+            },
+        )
+        engine.call("listen", endpoint=endpoint)
+        self.router = Router()
+        self.run(prompt(50, 100))  # the subscriber is connected by now
+        self.news()
+
+    def news(self) -> list[dict[str, Any]]:
+        """What has been told since the last call, once all of it has happened."""
+        self.settle()
+        self.run(prompt(51, 100))  # a step that takes what came after the last one
+        events = self.engine.call("events")
+        self.router.take(events)
+        return events
+
+    def counts(self) -> tuple[float, float, float, float]:
+        """kvtier's chunks asked and found in host memory; vLLM's tokens of the same."""
+        self.settle()
+        self.run(prompt(52, 100))  # as in `news`
+        text = self.engine.call("metrics")
+        found = series(text)
+        hits = found.get(("kvtier_lookup_chunks_total", "host", "hit"), 0)
+        asked = hits + found.get(("kvtier_lookup_chunks_total", "host", "miss"), 0)
+        total = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        return (
+            asked,
+            hits,
+            total["vllm:external_prefix_cache_queries_total"],
+            total["vllm:external_prefix_cache_hits_total"],
+        )
+
+
+@pytest.mark.fault("M06", "M07", "M08", "M10")
+@pytest.mark.slow
+def test_what_a_router_learns_of_chunks_of_four_blocks(
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+) -> None:
+    arguments = options(checkpoint("full"), own_shm_directory, tmp_path / "files")
+    extra = arguments["extra"] | {"blocks_per_chunk": 4, "self_describing_kv_events": True}
+    extra["secondary_tiers"][0]["enable_kv_events"] = True
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        one = Told(engine, arguments | {"extra": extra}, f"ipc://{tmp_path}/first", True)
+        queries_count_what_was_asked(one)
+        events_name_the_medium_and_all_that_a_router_needs(one)
+        engine.call("stop")
+        extra |= {"self_describing_kv_events": False}
+        extra["secondary_tiers"][0]["root_dir"] = str(tmp_path / "others")
+        events_name_what_can_be_had(
+            # vLLM's metrics can be registered once in a process.
+            Told(engine, arguments | {"extra": extra}, f"ipc://{tmp_path}/second", False)
+        )
+
+
+def queries_count_what_was_asked(one: Told) -> None:
+    """Two chunks are on the accelerator, one more in host memory, two nowhere."""
+    tokens = prompt(7)
+    chunk = 4 * BLOCK_TOKENS
+    one.run(tokens[: 3 * chunk + 9])
+    one.forget_device()
+    assert one.run(tokens[: 2 * chunk + 9])["cached"] == 2 * chunk
+    before = one.counts()
+    assert one.run(tokens)["cached"] == 3 * chunk
+    asked, hits, queried, hit = (now - then for now, then in zip(one.counts(), before, strict=True))
+    assert (asked, hits) == (3, 1)
+    # vLLM's own count has the small prompt of `counts` too.
+    assert (queried, hit) == (len(tokens) - 2 * chunk + 100, chunk)
+
+
+def events_name_the_medium_and_all_that_a_router_needs(one: Told) -> None:
+    tokens = prompt(8, 23 * BLOCK_TOKENS + 9)
+    router = one.router
+    one.run(tokens)
+    one.news()
+    assert router.media(tokens) == {"GPU": 23, "CPU": 20, "STORAGE": 20}
+    for seed in (60, 61):  # off the accelerator
+        one.run(prompt(seed, 3200))
+    one.news()
+    assert router.media(tokens) == {"GPU": 0, "CPU": 20, "STORAGE": 20}
+    for seed in range(62, 66):  # out of host memory
+        one.run(prompt(seed, 3200))
+    one.news()
+    assert router.media(tokens) == {"GPU": 0, "CPU": 0, "STORAGE": 20}
+    assert one.run(tokens)["cached"] == 20 * BLOCK_TOKENS
+    one.news()
+    assert router.media(tokens) == {"GPU": 23, "CPU": 20, "STORAGE": 20}
+    assert router.dropped == 0
+
+
+def events_name_what_can_be_had(one: Told) -> None:
+    """In vLLM's plain form an event of host memory or a tier names chunks, by their last blocks."""
+    tokens = prompt(9, 23 * BLOCK_TOKENS + 9)
+    one.run(tokens)
+    told: dict[str, list[str]] = {}
+    for event in one.news():
+        told.setdefault(event["medium"], []).extend(event["hashes"])
+    assert len(told["GPU"]) == 23
+    assert told["CPU"] == told["GPU"][3::4]
+    assert sorted(told["STORAGE"]) == sorted(told["CPU"])
+    for blocks in (3, 4, 7, 8, 19, 20, 22):
+        one.forget_device()
+        named = blocks // 4 * 4
+        assert one.run(tokens[: blocks * BLOCK_TOKENS + 9])["cached"] == named * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("seed", range(20))

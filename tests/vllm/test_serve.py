@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.serve import Server, command, readme_command
+from tests.vllm.serve import ROOT, Server, command, readme_command
+from tests.vllm.test_identity import ADVICE
 from tests.vllm.test_outlets import CHUNK_BYTES, series
 from tests.vllm.test_slice import (
     BLOCK_TOKENS,
@@ -70,6 +71,12 @@ def test_the_readme_has_one_command_with_all_that_vllm_needs() -> None:
     assert words[:3] == ["vllm", "serve", "MODEL"]
     assert '"kv_connector": "OffloadingConnector"' in words[-1]
     assert '"kv_role": "kv_both"' in words[-1]
+    assert '"kv_load_failure_policy": "recompute"' in words[-1]
+    # So says every page that shows how kvtier is started.
+    for page in ("README.md", "docs/vllm.md", "docs/configuration.md"):
+        text = (ROOT / page).read_text()
+        shown = text.count('"kv_connector": "OffloadingConnector"')
+        assert shown == text.count('"kv_load_failure_policy": "recompute"') - text.count(ADVICE) > 0
 
 
 @pytest.mark.fault("L03", "M02", "M03", "U07")
@@ -79,6 +86,7 @@ def test_the_readmes_command(
     words = command(checkpoint("full"), HOST_BYTES, own_shm_directory, tmp_path / "files")
     with Server([*words, *SMALL], tmp_path / "server") as server:
         assert len(service(server)) == 1
+        assert ADVICE not in server.log.read_text(errors="replace")
         cold, cached = server.complete(prompt(1))
         assert cached == 0
         control, cached = server.complete(prompt(1))  # from the accelerator

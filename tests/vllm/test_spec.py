@@ -6,7 +6,9 @@ No engine runs: vLLM makes the spec first of all in both places, from the same o
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import socket
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.types import GroupGeometry, make_geometry
+from tests.vllm.serve import free_ports
 
 pytestmark = pytest.mark.vllm
 
@@ -38,6 +41,7 @@ def make_spec(**extra: Any) -> Any:
         enable_kv_cache_events=False,
         groups=[],
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2),
+        parallel=SimpleNamespace(data_parallel_index=0),
         engine_id="e",
     )
     return KVTierOffloadingSpec(config)
@@ -107,6 +111,80 @@ def test_the_manager_gets_the_policy_and_the_directory(
         manager = spec.get_manager()
         assert manager.engine.cache.index.policy == policy
         manager.shutdown()
+
+
+@pytest.mark.fault("R10", "M13")
+def test_each_data_parallel_rank_has_endpoints_of_its_own(
+    own_shm_directory: Path, tmp_path: Path
+) -> None:
+    """Of the same configuration, as vLLM hands it out."""
+    from kvtier.host.region import Region  # lazy: as above
+    from kvtier.vllm.spec import region_name
+
+    port = free_ports(3)
+    directory = str(own_shm_directory)
+    options = {
+        "cpu_bytes_to_use": 8 * 4096,
+        "directory": directory,
+        "metrics": {"port": port},
+        "events": {"endpoint": f"ipc://{tmp_path}/events"},
+    }
+    geometry = make_geometry([GroupGeometry(16, 1, 4096)], 8 * 4096)
+    with contextlib.ExitStack() as stack:
+
+        def open_replica(index: int) -> None:
+            name = region_name(f"e_dp{index}")
+            region = stack.enter_context(Region.create(name, geometry, {}, 1, directory=directory))
+            region.sign(0)
+            spec = make_spec(**options)
+            spec.region_name = name
+            spec.config.parallel.data_parallel_index = index
+            stack.callback(spec.get_manager().shutdown)
+
+        for index in range(3):
+            open_replica(index)
+            sockets = {path.name for path in tmp_path.iterdir() if path.is_socket()}
+            assert sockets == {"events", *(f"events.dp{one}" for one in range(1, index + 1))}
+            with socket.create_connection(("127.0.0.1", port + index), timeout=10):
+                pass
+        options["metrics"] = {"port": 65535}
+        with pytest.raises(ConfigError, match="replica 3 would take port 65538"):
+            open_replica(3)
+
+
+@pytest.mark.fault("R09")
+def test_a_rank_on_another_host_is_refused_before_anything_is_promoted(
+    own_shm_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two directories stand for the shared memory of two hosts, each with one of two ranks: what
+    comes from a tier would reach one of them only. No manager is made on either side."""
+    from kvtier.host.region import Region  # lazy: as above
+    from kvtier.vllm import spec
+
+    monkeypatch.setattr(spec, "START_SECONDS", 0.2)
+    geometry = make_geometry([GroupGeometry(16, 1, 4096)], 8 * 4096)
+    hosts = [own_shm_directory / name for name in ("one", "two")]
+    for host in hosts:
+        host.mkdir()
+    with contextlib.ExitStack() as stack:
+        for rank, host in enumerate(hosts):
+            region = stack.enter_context(
+                Region.create(spec.region_name("e"), geometry, {}, 2, directory=str(host))
+            )
+            region.sign(rank)
+        for rank, host in enumerate(hosts):
+            mine = make_spec(cpu_bytes_to_use=8 * 4096, directory=str(host))
+            with pytest.raises(ConfigError) as caught:
+                mine.get_manager()
+            assert f"after 0.2 s: ranks {1 - rank} of 2 have not signed" in str(caught.value)
+            assert "or run on another host" in str(caught.value)
+            assert "\n" not in str(caught.value)
+        # And where no rank of the manager's host is there at all.
+        stray = make_spec(cpu_bytes_to_use=8 * 4096, directory=str(own_shm_directory))
+        with pytest.raises(ConfigError, match="a rank on another host cannot share"):
+            stray.get_manager()
+    for host in hosts:
+        host.rmdir()
 
 
 def test_the_operators_fingerprint_comes_first() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.namespace import decode_json, difference
 from tests.vllm.engine import Engine
 from tests.vllm.test_slice import (
     BLOCK_TOKENS,
@@ -323,14 +324,33 @@ def test_a_promotion_under_way_holds_no_block_and_is_no_hit(
         assert engine.call("manager")["tier_hits"]["gated"] == before + CHUNKS
 
 
+def other_weights(content: bytes) -> bytes:
+    """A checkpoint's file with other signs in its last page."""
+    changed = bytearray(content)
+    changed[-4095::2] = bytes(one ^ 0x80 for one in changed[-4095::2])
+    return bytes(changed)
+
+
+def alike(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two answers of the driver are the same to four digits."""
+    return left["tokens"] == right["tokens"] and all(
+        abs(one - other) < 5e-5
+        for one, other in zip(left["logprobs"], right["logprobs"], strict=True)
+    )
+
+
 @pytest.mark.fault("C23", "C24")
 def test_a_reset_in_the_middle_of_everything(
     model: Path, own_shm_directory: Path, tmp_path: Path
 ) -> None:
-    """Copies from the accelerator, cascades and a promotion are under way: none leaks, and nothing
-    from before the reset is found in any tier."""
+    """Copies from the accelerator, cascades and a promotion are under way when the weights become
+    others: none leaks, and nothing from before the reset is found in any tier, nor in the next
+    start. What the first weights have left there is found by them alone, and exactly."""
     old, pending, running = prompt(1), prompt(2), prompt(3)
     files = {"type": "fs", "root_dir": str(tmp_path / "files"), "capacity_bytes": "1GiB"}
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    (weights,) = model.glob("*.safetensors")
+    first_weights = weights.read_bytes()
     with Engine(tmp_path / "log", environment(1)) as engine:
         tiers = [gated(tmp_path / "gates", timeout_seconds=600), files]
         arguments = options(
@@ -342,7 +362,8 @@ def test_a_reset_in_the_middle_of_everything(
         )
         engine.start(**arguments)
         one = Gated(engine, tmp_path / "gates")
-        one.run("old", old)
+        cold = one.run("old", old)
+        control = one.run("control", old)
         one.run("pending", pending)
         for seed in range(900, 906):
             one.run(f"filler{seed}", prompt(seed))
@@ -360,6 +381,8 @@ def test_a_reset_in_the_middle_of_everything(
         assert state["finds"] > 0
         assert state["cascades"] > 0
         assert state["writes"] > 0
+        weights.write_bytes(other_weights(first_weights))
+        engine.call("rpc", name="reload_weights")
         assert one.drive("reset", running=True)
         one.open_gate("load")
         one.open_gate("store")
@@ -369,14 +392,44 @@ def test_a_reset_in_the_middle_of_everything(
         assert len(finished["running"]["tokens"]) == 200
         one.nothing_in_use()
         before = engine.call("manager")["tier_hits"]
+        updated = {}
         for name, tokens in (("old2", old), ("stored2", prompt(4)), ("filler2", prompt(905))):
-            assert one.run(name, tokens)["cached"] == 0
+            updated[name] = one.run(name, tokens)
+            assert updated[name]["cached"] == 0
             one.nothing_in_use()
         assert engine.call("manager")["tier_hits"] == before
+        assert not alike(updated["old2"], cold)
         # What was written after it is found.
         assert engine.call("reset")
         assert one.run("old3", old)["cached"] == CHUNKS * BLOCK_TOKENS
         one.nothing_in_use()
+
+        def start_again() -> dict[str, Any]:
+            engine.call("stop")
+            engine.start(**arguments)
+            return one.run("old", old)
+
+        # With the weights of the update from the start: an answer that no chunk has a part in.
+        again = start_again()
+        assert again["cached"] == 0
+        assert engine.call("settle")["tier_hits"]["fs"] == 0
+        assert alike(again, updated["old2"])
+        # With the first ones: theirs from before the reset, and none of those written after it.
+        weights.write_bytes(first_weights)
+        again = start_again()
+        assert again["cached"] == CHUNKS * BLOCK_TOKENS
+        assert engine.call("settle")["tier_hits"]["fs"] == CHUNKS
+        assert alike(again, control)
+        fields = [
+            decode_json(path.read_bytes()) for path in (tmp_path / "files").glob("*/namespace.json")
+        ]
+        (home,) = [
+            one
+            for one in fields
+            if {frozenset(difference(one, other)) for other in fields if other != one}
+            == {frozenset({"epoch"}), frozenset({"model_fingerprint"})}
+        ]
+        assert "epoch" not in home
 
 
 def test_the_last_cascade_of_a_burst_needs_no_step(

@@ -379,6 +379,46 @@ def test_a_rank_that_does_not_report_costs_its_slot_and_no_reader(
         made.check()
 
 
+@pytest.mark.fault("H10")
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_what_a_rank_finds_out_alone_is_no_decision_of_its_own(blocks_per_chunk: int) -> None:
+    """Each of four ranks cannot store another chunk, and only it knows. All of them go on with the
+    same jobs and numbers; the manager alone, which hears of every rank, says what is stored."""
+    ranks, count = 4, 6
+    with rig(ranks=ranks, blocks_per_chunk=blocks_per_chunk) as made:
+        manager = made.manager
+        keys = [key(number) for number in range(count)]
+        ids = list(range(1, 1 + count * blocks_per_chunk))
+        stores = []
+        for one in keys:  # a job a chunk, so that a rank can fail one and not the others
+            output = manager.prepare_store([one], made.context())
+            stores.append((made.job(), output.store_spec))
+        for number, (job, store) in enumerate(stores):
+            mine = ids[number * blocks_per_chunk : (number + 1) * blocks_per_chunk]
+            for rank, worker in enumerate(made.workers):
+                bad = [BLOCKS] * blocks_per_chunk  # blocks that this rank does not have
+                assert worker.submit_store(job, made.blocks(bad if rank == number else mine), store)
+            made.finish(job)
+            # Failed on one of them or not, its number is published on all.
+            assert {worker.region.finished(rank) for rank, worker in enumerate(made.workers)} == {
+                number
+            }
+            manager.complete_store({keys[number]}, made.context())
+        assert made.states(keys) == ["MISS"] * ranks + ["HIT"] * (count - ranks)
+
+        expected = [[made.content(rank, block) for block in ids] for rank in range(ranks)]
+        left = ids[ranks * blocks_per_chunk :]
+        for tensors in made.tensors:
+            for tensor in tensors:
+                tensor[left[0] : left[-1] + 1] = 0
+        made.load(keys[ranks:], left)
+        for rank in range(ranks):
+            there = [made.content(rank, block) for block in left]
+            assert there == expected[rank][ranks * blocks_per_chunk :]
+        assert {worker.region.finished(rank) for rank, worker in enumerate(made.workers)} == {count}
+        made.check()
+
+
 def test_a_failure_of_one_rank_fails_the_chunk_and_vllm_hears_of_success() -> None:
     with rig(ranks=2) as made:
         output = made.manager.prepare_store([key(1), key(2)], made.context())
