@@ -48,8 +48,6 @@ def read(directory: Path) -> Report:
         (["--workload", "trace"], "needs --trace"),
         (["--trace", "x"], "goes with --workload trace"),
         (["--workload", "trace", "--trace", "/none"], "No such file"),
-        (["--engine", "vllm"], "reserved"),
-        (["--engine", "vlm"], "unknown"),
         (["--accelerator", "16MiB"], "raise --accelerator"),
         (["--accelerator", "1MiB"], "four chunks"),
         (["--host-memory", "1MiB"], "--host-memory"),
@@ -79,6 +77,9 @@ def test_wrong_use_is_told(
         (["--speedup", "inf"], "above 0"),
         (["--inject", "melt"], "invalid choice"),
         (["--convers", "2"], "unrecognized"),
+        (["--engine", "vlm"], "invalid choice"),
+        (["--engine-args", "{"], "no JSON"),
+        (["--engine-args", "[1]"], "no JSON object"),
     ],
 )
 def test_wrong_values_are_told(
