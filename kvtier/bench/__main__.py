@@ -14,6 +14,7 @@ from typing import Any
 
 from kvtier.bench import report, verdict, yardstick
 from kvtier.bench.cli import make_settings, parse_arguments
+from kvtier.bench.drivers.openai import ServerRunner
 from kvtier.bench.engines import EngineRunner
 from kvtier.bench.results import Report
 from kvtier.bench.runner import Runner
@@ -44,9 +45,11 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
         if not arguments.quiet:
             print(line, flush=True)
 
-    runner: Runner | EngineRunner
+    runner: Runner | EngineRunner | ServerRunner
     if settings.engine == "vllm":
         runner = EngineRunner(settings, say)
+    elif settings.engine == "openai":
+        runner = ServerRunner(settings, say)
     else:
         if opener is None:
             opener = KVTierOpener(arguments.policy, arguments.isolation, arguments.lookup_timeout)
@@ -73,24 +76,29 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
         runs = runner.run()
     except KVTierError as exc:
         print(f"python -m kvtier.bench: {exc}", file=sys.stderr)
-        return EXIT_FAILS
+        return EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILS
     finally:
         signal.signal(signal.SIGINT, previous)
     if not runs:
         return EXIT_INTERRUPTED
     accelerator_bytes, about = settings.accelerator_bytes, {}
     notes = report.notes(runs, settings)
-    if isinstance(runner, EngineRunner) and runner.facts is not None:
-        accelerator_bytes, about = runner.facts.accelerator_bytes, runner.facts.about
+    if not isinstance(runner, Runner):
+        about = runner.about
         notes += runner.notes
-    judged = verdict.judge(
-        runs,
-        settings.workload,
-        accelerator_bytes,
-        settings.host_bytes,
-        tier_in_memory=settings.tier_file_system in MEMORY_FILE_SYSTEMS,
-        bytes_compared=settings.engine == "standin",
-    )
+    if isinstance(runner, EngineRunner):
+        accelerator_bytes = runner.accelerator_bytes
+    if settings.engine == "openai":
+        judged = verdict.judge_server(runs)
+    else:
+        judged = verdict.judge(
+            runs,
+            settings.workload,
+            accelerator_bytes,
+            settings.host_bytes,
+            tier_in_memory=settings.tier_file_system in MEMORY_FILE_SYSTEMS,
+            bytes_compared=settings.engine == "standin",
+        )
     result = Report(
         workload=settings.workload,
         arguments={

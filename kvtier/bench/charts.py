@@ -86,6 +86,8 @@ def _label(report: Report, point: str) -> str:
     run = next(run for run in report.runs if run.point == point)
     if not run.conversations:
         return point
+    if not run.working_set_bytes:
+        return f"{point} conversations"
     return f"{point} conversations\n{run.working_set_bytes / 2**20:.0f} MiB"
 
 

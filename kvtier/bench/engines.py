@@ -11,7 +11,14 @@ import functools
 import time
 from collections.abc import Callable
 
-from kvtier.bench.drivers.remote import Begin, EngineProcess, Facts, Measured, Progress
+from kvtier.bench.drivers.remote import (
+    Begin,
+    EngineProcess,
+    Facts,
+    Measured,
+    Point,
+    Progress,
+)
 from kvtier.bench.report import run_line
 from kvtier.bench.results import Run, summarise
 from kvtier.bench.settings import Settings
@@ -40,8 +47,9 @@ class EngineRunner:
         self._current: EngineProcess | None = None
         self._answers: dict[str, dict[str, list[int]]] = {}
         self.stopped = False
-        self.facts: Facts | None = None
-        """Of the engine that started first."""
+        self.accelerator_bytes = 0
+        """This and `about`: of the engine that started first."""
+        self.about: dict[str, str] = {}
         self.notes: list[str] = []
 
     def stop(self) -> None:
@@ -80,13 +88,14 @@ class EngineRunner:
             stack.enter_context(engine)
             self._line(strategy, "starting vLLM")
             facts = engine.open()
-            self.facts = self.facts or facts
+            self.accelerator_bytes = self.accelerator_bytes or facts.accelerator_bytes
+            self.about = self.about or facts.about
             self._current = engine
             try:
                 if self.stopped:
                     return []
                 told = functools.partial(self._progress, strategy)
-                measured = engine.run(conversations, settings.seed, told)
+                measured = engine.run(Point(conversations, settings.seed), told)
             finally:
                 self._current = None
         self._answers[strategy] = measured.answers

@@ -188,6 +188,8 @@ def _speeds(report: Report) -> list[str]:
 
 def _model(report: Report) -> list[tuple[str, str]]:
     source = report.source
+    if report.engine == "openai":
+        return list(report.about.items())
     if source is None or report.shape is None:
         return [
             *report.about.items(),

@@ -143,4 +143,4 @@ def build(
 if __name__ == "__main__":
     import sys
 
-    build(sys.argv[1], Path(sys.argv[2]))
+    build(sys.argv[1], Path(sys.argv[2]), changes=json.loads((sys.argv[3:] or ["{}"])[0]))

@@ -39,6 +39,7 @@ from kvtier.bench.results import EngineCounts
 from kvtier.bench.settings import Settings
 from kvtier.bench.strategies import connector_config, engine_counts
 from kvtier.bench.workload import Request, Source
+from kvtier.errors import InternalError
 
 PROGRESS_SECONDS = 2.0
 SETTLE_SECONDS = 30.0
@@ -304,9 +305,10 @@ class InProcess:
         )
 
     def run(self, point: Point, tell: Callable[[Progress], None]) -> Measured:
-        """Serve all requests of one point, from empty caches on."""
+        """Serve all requests of one point."""
         settings, watch = self._settings, self._watch
-        assert self._engine.reset_prefix_cache(False, True), "the device cache is still in use"
+        if not self._engine.reset_prefix_cache(False, not point.keep):
+            raise InternalError("the last run has left blocks of the device cache in use")
         before = watch.engine_counts(EngineCounts())
         source = settings.source(point.conversations, self.facts.max_tokens, point.seed)
         times = StepTimes()

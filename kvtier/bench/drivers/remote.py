@@ -46,10 +46,12 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """Every later one: a run, which starts with empty caches."""
+    """Every later one: a run, which starts with an empty device cache, and empty host memory and
+    tiers unless it is to `keep` them."""
 
     conversations: int
     seed: int
+    keep: bool = False
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -163,11 +165,9 @@ class EngineProcess:
         assert isinstance(facts, Facts)
         return facts
 
-    def run(
-        self, conversations: int, seed: int, progress: Callable[[Progress], None] | None = None
-    ) -> Measured:
+    def run(self, point: Point, progress: Callable[[Progress], None] | None = None) -> Measured:
         """One run, to its end or until `stop`."""
-        self._say(Point(conversations, seed))
+        self._say(point)
         while True:
             answer = self._hear(SILENCE_SECONDS)
             if isinstance(answer, Measured):
