@@ -49,11 +49,10 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("full")
 
 
-@pytest.mark.leaves("vLLM's own processes end a moment later than their parent")
 def test_all_strategies_serve_the_same_conversations(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Device: two conversations of four; host memory: three."""
+    """Device and host memory: two conversations of four, each."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     whole = 10 * BLOCK_TOKENS * TOKEN_BYTES
@@ -63,7 +62,7 @@ def test_all_strategies_serve_the_same_conversations(
             f"--model={model}",
             *TALK,
             f"--accelerator={2 * whole}",
-            f"--host-memory={3 * whole}",
+            f"--host-memory={2 * whole}",
             f"--output={tmp_path}",
             f"--tier-dir={tmp_path}",
             "--allow-tmpfs",
@@ -72,6 +71,7 @@ def test_all_strategies_serve_the_same_conversations(
     )
     captured = capsys.readouterr()
     assert code in (0, 1), captured.err
+    assert captured.err == ""
     report = read(tmp_path)
     assert (report.engine, report.source, report.shape) == ("vllm", None, None)
     assert report.accelerator_bytes == 2 * whole
@@ -93,13 +93,12 @@ def test_all_strategies_serve_the_same_conversations(
     none, host, files, stock = report.runs
     assert none.loaded_tokens == 0
     assert host.tier_tokens == {}
-    assert host.host_tokens > 0
+    assert host.computed_tokens <= none.computed_tokens
     for run in (files, stock):
         assert run.tier_tokens.get("fs", 0) > 0, run
         assert run.engine.promoted_bytes["fs"] >= run.tier_tokens["fs"] * TOKEN_BYTES
         assert run.engine.stored_bytes["fs"] > 0
-        # Each conversation's last prompt but one at least comes back whole.
-        assert run.computed_tokens < host.computed_tokens < none.computed_tokens
+        assert run.computed_tokens < host.computed_tokens
     # Nobody compared bytes, and the report does not say that anybody did; the answers were.
     assert report.verdict.clauses[0].holds is None
     assert report.verdict.clauses[0].measured == "not compared in this engine"

@@ -315,7 +315,7 @@ class InProcess:
         finished: list[Finished] = []
         answers: dict[str, list[int]] = {}
         self._stopped = False
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
 
         def now() -> float:
             return time.perf_counter() - start
@@ -355,6 +355,7 @@ class InProcess:
             times.scheduling += now() - stepped if watch.executed else 0.0
         times.engine = watch.meter.seconds
         wall = now() if self._stopped else ended
+        cpu = time.process_time() - cpu
         self._drain()
         return Measured(
             wall_seconds=wall,
@@ -365,6 +366,7 @@ class InProcess:
             copies=watch.copies if watch.worker is not None else CopyCounters(),
             engine=watch.engine_counts(before),
             answers=answers,
+            cpu_seconds=cpu,
             interrupted=self._stopped,
         )
 

@@ -90,6 +90,8 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     engine: EngineCounts
     answers: dict[str, list[int]]
     """First tokens of each answer, by request."""
+    cpu_seconds: float
+    """Of the engine's process with all its threads; not of the tiers' process."""
     interrupted: bool = False
 
 
