@@ -8,7 +8,6 @@ are vLLM's in both cases. Loaded by vLLM (``spec_module_path``), and only by the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvtier.bench.drivers.groups import chunk_groups
 from kvtier.errors import ConfigError, InternalError
 from kvtier.types import Geometry, GroupGeometry
 from kvtier.vllm.pages import build_pages
@@ -107,26 +107,6 @@ class StockWorker(OffloadingWorker):
             raise InternalError(f"{len(slots)} rows for blocks of {len(groups)} chunks")
         first, self._next = self._next, self._next + len(slots)
         return SlotTransfer(slots, groups, first, len(slots))
-
-
-def chunk_groups(
-    sizes: Sequence[int], firsts: Sequence[int], blocks_per_chunk: Sequence[int]
-) -> list[int]:
-    """Group of each chunk that the blocks of a job span.
-
-    Parameters
-    ----------
-    sizes, firsts : sequence of int
-        Of each group: its blocks, and the index of the first one.
-    blocks_per_chunk : sequence of int
-    """
-    groups = []
-    for group, (size, first, per_chunk) in enumerate(
-        zip(sizes, firsts, blocks_per_chunk, strict=True)
-    ):
-        if size:
-            groups += [group] * -(-(first % per_chunk + size) // per_chunk)
-    return groups
 
 
 class StockSpec(TieringOffloadingSpec):
