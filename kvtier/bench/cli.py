@@ -52,7 +52,8 @@ verdict
     - all strategies are alike (within 5 %) while the accelerator holds the working set;
     - host serves at least 2 times what none does where the accelerator no longer holds it;
     - host+fs serves at least 2 times none and 1.5 times host where host memory no longer holds it.
-    - in vLLM also: host+fs serves no less than stock where the accelerator no longer holds it.
+    - in vLLM also: host+fs serves no less than stock (within 5 %) where the accelerator no longer
+      holds it.
   For a trace: no strategy is slower to the first token than none.
   For a server: every request was answered; there is nothing else to judge one run by.
   Exit code 1: it does not hold, or bytes differ. 2: wrong use. 130: interrupted (what was measured

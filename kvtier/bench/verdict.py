@@ -12,7 +12,8 @@ ALIKE = 1.05
 HOST_GAIN = 2.0
 TIER_GAIN = 2.0
 TIER_OVER_HOST = 1.5
-NOT_BELOW = 1.0
+NOT_BELOW = 0.95
+"""One run of each decides, as with `ALIKE`."""
 NO_GAIN = 1.1
 """Below this ratio to `none` a strategy is said to gain nothing."""
 
