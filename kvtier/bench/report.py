@@ -37,9 +37,33 @@ tr.new td { border-top: 2px solid #aab3c0; }
 """
 
 
+def run_line(run: Run) -> str:
+    """One run in one line, for the progress display."""
+    share = 100 / max(1, run.prompt_tokens)
+    tiers = "".join(f", {name} {n * share:.0f} %" for name, n in run.tier_tokens.items())
+    return (
+        f"{run.requests:4d}/{run.requests_wanted} requests, {_thousands(run.tokens_per_second)} k "
+        f"tokens/s, first token {run.first_token.p50 * 1000:.0f} ms; accelerator "
+        f"{run.accelerator_tokens * share:.0f} %, host {run.host_tokens * share:.0f} %{tiers}"
+    )
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.0f}" if value >= 10_000 else f"{value / 1000:.2f}"
+
+
 def notes(runs: Sequence[Run], settings: Settings) -> list[str]:
     """What a reader has to know before believing a figure."""
     found = []
+    if settings.engine == "vllm":
+        found.append(
+            "bytes were not compared inside vLLM; what came from kvtier's tiers passed its checksum"
+        )
+    elif settings.engine == "openai":
+        found.append(
+            "bytes cannot be compared inside a foreign server, and where it found a prompt's "
+            "tokens it does not tell: 'tiers' are all that it had cached, wherever"
+        )
     worst = max(runs, key=lambda run: run.overhead_ratio)
     if worst.overhead_ratio > OVERHEAD_WARNING:
         found.append(
@@ -49,7 +73,9 @@ def notes(runs: Sequence[Run], settings: Settings) -> list[str]:
         )
     if settings.tier_file_system in MEMORY_FILE_SYSTEMS:
         found.append(f"the fs tier lies on {settings.tier_file_system}: it measures memory")
-    skipped = getattr(settings.source(settings.points()[0]), "skipped", 0)
+    skipped = 0
+    if settings.real is None:
+        skipped = getattr(settings.source(settings.points()[0]), "skipped", 0)
     if skipped:
         found.append(f"{skipped} requests of the trace were longer than the accelerator: left out")
     if settings.inject:
@@ -58,8 +84,8 @@ def notes(runs: Sequence[Run], settings: Settings) -> list[str]:
 
 
 _COLUMNS = (
-    "point", "strategy", "k tok/s", "vs none", "TTFT p50", "p90", "accel", "host", "tiers",
-    "computed", "engine", "own", "compared",
+    "point", "strategy", "k tok/s", "vs none", "out tok/s", "TTFT p50", "p90", "accel", "host",
+    "tiers", "computed", "engine", "own", "compared",
 )  # fmt: skip
 
 
@@ -76,8 +102,9 @@ def _rows(report: Report) -> list[tuple[str, ...]]:
             (
                 run.point,
                 run.strategy,
-                f"{run.tokens_per_second / 1000:.0f}",
+                _thousands(run.tokens_per_second),
                 ratio,
+                f"{run.output_tokens / wall:.0f}",
                 f"{run.first_token.p50 * 1000:.0f} ms",
                 f"{run.first_token.p90 * 1000:.0f} ms",
                 f"{run.accelerator_tokens / total:.0%}",
@@ -161,6 +188,14 @@ def _speeds(report: Report) -> list[str]:
 
 def _model(report: Report) -> list[tuple[str, str]]:
     source = report.source
+    if report.engine == "openai":
+        return list(report.about.items())
+    if source is None or report.shape is None:
+        return [
+            *report.about.items(),
+            ("host memory", f"{report.host_bytes / 2**20:.0f} MiB"),
+            ("tier directory", f"{report.tier_directory} on {report.tier_file_system}"),
+        ]
     costs = CostModel(source, report.scale, report.prefill_speedup)
     return [
         ("model", source.model),
@@ -247,8 +282,8 @@ def render(report: Report, picture: str | None) -> str:
         last = row[0]
     out.append(
         "</table><p>Shares are of prompt tokens. <i>engine</i> is the time inside kvtier's calls "
-        "on the scheduler's thread, <i>own</i> the generator's own overhead, both of the wall "
-        "time. "
+        "(or those of vLLM's own manager) on the scheduler's thread, <i>own</i> the generator's "
+        "own overhead, both of the wall time. "
         "TTFT is the time to the first token from the intended start of the request.</p>"
     )
     out += [f"<p>{html.escape(line)}</p>" for line in _speeds(report)]
@@ -257,7 +292,8 @@ def render(report: Report, picture: str | None) -> str:
         out.append("<h2>Bytes that differ</h2><ul>")
         out += [f"<li>{html.escape(line)}</li>" for line in differences]
         out.append("</ul>")
-    out.append("<h2>The stand-in accelerator</h2><table>")
+    heading = "The stand-in accelerator" if report.engine == "standin" else "The engine"
+    out.append(f"<h2>{heading}</h2><table>")
     for name, value in _model(report):
         out.append(
             f"<tr><td>{html.escape(name)}</td><td class='text'>{html.escape(value)}</td></tr>"

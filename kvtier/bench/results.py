@@ -71,6 +71,8 @@ class Run(msgspec.Struct, frozen=True):
     engine: EngineCounts
     sweeps: SweepCounters | None = None
     interrupted: bool = False
+    errors: dict[str, int] = {}
+    """Requests that a server did not answer, by cause."""
     throughputs: list[float] = []
     """Of all repeats at this point; the run that stands here is the middle one."""
 
@@ -122,8 +124,9 @@ class Report(msgspec.Struct, frozen=True):
 
     workload: str
     arguments: dict[str, Any]
-    shape: Shape
-    source: CostSource
+    shape: Shape | None
+    """This and `source`: of the stand-in."""
+    source: CostSource | None
     scale: float
     prefill_speedup: float
     accelerator_bytes: int
@@ -135,6 +138,9 @@ class Report(msgspec.Struct, frozen=True):
     verdict: Verdict
     notes: list[str] = []
     interrupted: bool = False
+    engine: str = "standin"
+    about: dict[str, str] = {}
+    """Of a real engine: what is known of it."""
 
 
 def summarise(
@@ -151,6 +157,7 @@ def summarise(
     engine: EngineCounts,
     sweeps: SweepCounters | None = None,
     interrupted: bool = False,
+    errors: dict[str, int] | None = None,
 ) -> Run:
     """`Run` from what the driver, the copy stream and kvtier counted.
 
@@ -184,6 +191,7 @@ def summarise(
         engine=engine,
         sweeps=sweeps,
         interrupted=interrupted,
+        errors=errors or {},
     )
 
 

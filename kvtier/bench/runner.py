@@ -19,6 +19,7 @@ from kvtier.bench.copies import CopyCounters, CopyStream
 from kvtier.bench.drivers import EngineLike
 from kvtier.bench.drivers.standin import StandIn
 from kvtier.bench.pattern import Pattern
+from kvtier.bench.report import run_line
 from kvtier.bench.results import EngineCounts, Run, middle, summarise
 from kvtier.bench.settings import Settings
 from kvtier.bench.strategies import Opener, engine_counts
@@ -202,18 +203,8 @@ class _Progress:
         )
 
     def end(self, run: Run) -> None:
-        share = 100 / max(1, run.prompt_tokens)
-        tiers = "".join(f", {name} {n * share:.0f} %" for name, n in run.tier_tokens.items())
-        self._line(
-            f"{run.requests:4d}/{self._total} requests, {run.tokens_per_second / 1000:5.0f} k "
-            f"tokens/s, first token {run.first_token.p50 * 1000:.0f} ms; accelerator "
-            f"{run.accelerator_tokens * share:.0f} %, host {run.host_tokens * share:.0f} %{tiers}"
-            + (
-                f"; {run.copies.differing_blocks} BLOCKS DIFFER"
-                if run.copies.differing_blocks
-                else ""
-            )
-        )
+        differ = run.copies.differing_blocks
+        self._line(run_line(run) + (f"; {differ} BLOCKS DIFFER" if differ else ""))
 
     def _line(self, text: str) -> None:
         self._say(f"  [{time.perf_counter() - self._begin:5.1f} s] {self._strategy:<8s}{text}")

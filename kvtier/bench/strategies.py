@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from kvtier.bench.drivers import EngineLike, RegionLike
 from kvtier.bench.results import EngineCounts
+from kvtier.bench.settings import RealEngine
 from kvtier.config import parse
 from kvtier.engine.engine import EngineStats, open_engine
 from kvtier.types import Geometry, Outcome
@@ -18,6 +19,16 @@ from kvtier.types import Geometry, Outcome
 NAMESPACE = {"model": "kvtier-bench", "kv_dtype": "derived-bytes"}
 
 STRATEGIES = ("none", "host", "host+fs")
+STOCK = "stock"
+"""vLLM's own tiering manager and file tier; only in vLLM."""
+SERVER = "server"
+"""What a server is configured to do, which nobody here knows."""
+
+BY_ENGINE = {
+    "standin": STRATEGIES,
+    "vllm": (*STRATEGIES, STOCK),
+    "openai": (SERVER,),
+}
 
 
 class Opener(Protocol):
@@ -69,6 +80,41 @@ class KVTierOpener:
             NAMESPACE,
         )
         return engine, region
+
+
+def connector_config(
+    strategy: str, real: RealEngine, host_bytes: int, tier_directory: str | None
+) -> dict[str, Any] | None:
+    """``kv_transfer_config`` of vLLM for `strategy`; None for none."""
+    if strategy == "none":
+        return None
+    extra: dict[str, Any] = {
+        "cpu_bytes_to_use": host_bytes,
+        "blocks_per_chunk": real.blocks_per_chunk,
+    }
+    if strategy == STOCK:
+        extra |= {
+            "spec_name": "StockSpec",
+            "spec_module_path": "kvtier.bench.drivers.stock",
+            "eviction_policy": real.policy,
+            "secondary_tiers": [{"type": "fs", "root_dir": tier_directory}],
+        }
+    else:
+        extra |= {
+            "spec_name": "KVTierOffloadingSpec",
+            "spec_module_path": "kvtier.vllm.spec",
+            "policy": real.policy,
+            "isolation": real.isolation,
+            "lookup_timeout_seconds": real.lookup_timeout_seconds,
+            "flush_on_shutdown_seconds": 0,
+        }
+    if strategy == "host+fs":
+        extra["tiers"] = [{"type": "fs", "name": "fs", "root_dir": tier_directory, "private": True}]
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def _is_failure(cause: str) -> bool:

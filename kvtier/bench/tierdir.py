@@ -26,9 +26,12 @@ import numpy as np
 from kvtier.errors import ConfigError
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+NOT_USED = "not used"
+"""In the place of a file system where no strategy has files."""
 SWEEP_SECONDS = 1.0
 SAMPLED_FILES = 16
-CHUNK_SUFFIX = ".kv"
+CHUNK_SUFFIXES = (".kv", ".bin")
+"""kvtier's files, and those of vLLM's own tier."""
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:
@@ -162,7 +165,7 @@ class TierDirectory:
             os.path.join(root, name)
             for root, _, names in os.walk(self.path)
             for name in names
-            if name.endswith(CHUNK_SUFFIX)
+            if name.endswith(CHUNK_SUFFIXES)
         ]
         counters = self.counters
         counters.sweeps += 1

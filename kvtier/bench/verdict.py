@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.bench.results import Clause, Run, Verdict
+from kvtier.bench.strategies import STOCK
 
 ALIKE = 1.05
 HOST_GAIN = 2.0
 TIER_GAIN = 2.0
 TIER_OVER_HOST = 1.5
+NOT_BELOW = 0.95
+"""One run of each decides, as with `ALIKE`."""
 NO_GAIN = 1.1
 """Below this ratio to `none` a strategy is said to gain nothing."""
 
@@ -32,14 +35,16 @@ def judge(
     host_bytes: int,
     *,
     tier_in_memory: bool = False,
+    bytes_compared: bool = True,
 ) -> Verdict:
     """The verdict on all runs of a sweep.
 
     It holds when no clause fails and at least one clause about the effect was measured. A clause
     whose point was not measured neither holds nor fails; nor does that about the page cache where
-    the tier lies in memory (`tier_in_memory`), as somebody wanted it to.
+    the tier lies in memory (`tier_in_memory`), as somebody wanted it to, nor that about bytes where
+    nobody could compare them (`bytes_compared`).
     """
-    soundness = [*_integrity(runs), _from_disk(runs, tier_in_memory)]
+    soundness = [*_integrity(runs, bytes_compared), _from_disk(runs, tier_in_memory)]
     if workload == "multiturn":
         effect = _sweep(runs, accelerator_bytes, host_bytes)
     else:
@@ -49,6 +54,18 @@ def judge(
     measured = [clause for clause in effect if clause.holds is not None]
     holds = not failed and bool(measured)
     return Verdict(clauses, holds, _summary(runs, soundness, failed, measured))
+
+
+def judge_server(runs: Sequence[Run]) -> Verdict:
+    """The verdict on a foreign server: its own configuration decides what it keeps, and there is
+    nothing to compare it with but another run."""
+    clause = _answered(runs)
+    summary = (
+        "ANSWERED: all requests; what it gains shows beside a run against another configuration"
+        if clause.holds
+        else "FAILED: not every request was answered"
+    )
+    return Verdict([clause], bool(clause.holds), summary)
 
 
 def _summary(
@@ -61,7 +78,7 @@ def _summary(
     gains = [
         run.tokens_per_second / base.tokens_per_second
         for run in runs
-        if run.strategy != BASE and (base := _find(runs, run.point, BASE))
+        if run.strategy not in (BASE, STOCK) and (base := _find(runs, run.point, BASE))
     ]
     if gains and max(gains) < NO_GAIN:
         return (
@@ -83,7 +100,17 @@ def _find(runs: Sequence[Run], point: str, strategy: str) -> Run | None:
     return None
 
 
-def _integrity(runs: Sequence[Run]) -> list[Clause]:
+def _answered(runs: Sequence[Run]) -> Clause:
+    unfinished = sum(run.requests_wanted - run.requests for run in runs)
+    causes: dict[str, int] = {}
+    for run in runs:
+        for cause, count in run.errors.items():
+            causes[cause] = causes.get(cause, 0) + count
+    why = "".join(f", {cause}: {count}" for cause, count in sorted(causes.items()))
+    return Clause("every request was answered", unfinished == 0, f"{unfinished} left{why}")
+
+
+def _integrity(runs: Sequence[Run], bytes_compared: bool) -> list[Clause]:
     verified = sum(run.copies.verified_bytes for run in runs)
     differing = sum(run.copies.differing_blocks for run in runs)
     loaded = sum(run.copies.load_bytes for run in runs)
@@ -94,12 +121,14 @@ def _integrity(runs: Sequence[Run]) -> list[Clause]:
         for cause, count in run.engine.failures.items()
         if cause != "corrupt" and count
     }
-    unfinished = sum(run.requests_wanted - run.requests for run in runs)
+    same = None if not loaded or not bytes_compared else differing == 0 and verified == loaded
     return [
         Clause(
             "every reloaded byte is the one that was computed",
-            None if not loaded else differing == 0 and verified == loaded,
-            f"{verified >> 20} MiB compared, {differing} blocks differ",
+            same,
+            f"{verified >> 20} MiB compared, {differing} blocks differ"
+            if bytes_compared
+            else "not compared in this engine",
         ),
         Clause("no tier met a corrupt chunk", corrupt == 0, f"{corrupt} corrupt"),
         Clause(
@@ -107,7 +136,7 @@ def _integrity(runs: Sequence[Run]) -> list[Clause]:
             not others,
             ", ".join(f"{cause} {count}" for cause, count in sorted(others.items())) or "none",
         ),
-        Clause("every request was answered", unfinished == 0, f"{unfinished} left"),
+        _answered(runs),
     ]
 
 
@@ -142,19 +171,26 @@ def _sweep(runs: Sequence[Run], accelerator_bytes: int, host_bytes: int) -> list
         for name, size in points
         if size >= BEYOND * host_bytes and size >= BEYOND * accelerator_bytes
     ]
-    return [
+    effect = [
         _alike(runs, inside),
         _ratio(runs, hosted, HOST, BASE, HOST_GAIN, "the accelerator no longer holds"),
         _ratio(runs, beyond, TIER, BASE, TIER_GAIN, "host memory no longer holds"),
         _ratio(runs, beyond, TIER, HOST, TIER_OVER_HOST, "host memory no longer holds"),
     ]
+    if any(run.strategy == STOCK for run in runs):
+        outside = [name for name, size in points if size >= BEYOND * accelerator_bytes]
+        where = "the accelerator no longer holds"
+        effect.append(_ratio(runs, outside, TIER, STOCK, NOT_BELOW, where))
+    return effect
 
 
 def _alike(runs: Sequence[Run], points: Sequence[str]) -> Clause:
     text = f"all alike (within {ALIKE - 1:.0%}) while the accelerator holds the working set"
     worst = None
     for point in points:
-        speeds = [run.tokens_per_second for run in runs if run.point == point]
+        speeds = [
+            run.tokens_per_second for run in runs if run.point == point and run.strategy != STOCK
+        ]
         if len(speeds) > 1 and min(speeds) > 0:
             worst = max(worst or 0.0, max(speeds) / min(speeds))
     if worst is None:

@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from kvtier.bench.pattern import Shape
 from kvtier.errors import ConfigError
 
 HASH_BYTES = 16
 TRACE_BLOCK_TOKENS = 512
+TOKEN_IDS = (10, 1000)
+"""Token ids of prompts, from the first on, below the second: every model's vocabulary has them, and
+its special tokens are elsewhere, or few."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -51,6 +55,16 @@ class Source(Protocol):
     def next_start(self) -> float | None:
         """When the next one becomes due by itself; None if only an answer brings one, or none is
         left."""
+
+    def tokens(self, request: Request) -> list[int]:
+        """Token ids of the request's prompt, for a real engine."""
+
+
+def token_ids(count: int, seed: int, *names: object) -> list[int]:
+    """`count` token ids that follow from the rest."""
+    rng = np.random.default_rng(int.from_bytes(block_hash(seed, "tokens", *names), "little"))
+    ids: list[int] = rng.integers(*TOKEN_IDS, count).tolist()
+    return ids
 
 
 def block_hash(seed: int, *names: object) -> bytes:
@@ -96,6 +110,7 @@ class MultiTurn:
             )
         self.total = conversations * (turns + 1)
         self.in_flight = 0
+        self._seed = seed
         self._turns = turns
         self._first = first_prompt_tokens
         self._turn = turn_tokens
@@ -147,6 +162,12 @@ class MultiTurn:
 
     def next_start(self) -> float | None:
         return None
+
+    def tokens(self, request: Request) -> list[int]:
+        """A turn's begin with the last turn's; the last answer's place is taken by ids that every
+        run has there, whatever was answered."""
+        ids = token_ids(self.final_tokens(), self._seed, "conversation", request.conversation)
+        return ids[: request.prompt_tokens]
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -244,6 +265,7 @@ class TraceReplay:
                 f"all {len(rows)} requests of the trace are longer than the {max_tokens} tokens "
                 "that the accelerator holds; give it more with --accelerator"
             )
+        self._rows = fitting
         origin = fitting[0].timestamp
         self._due = deque(
             ((row.timestamp - origin) / 1000 / speedup, number, row)
@@ -282,3 +304,9 @@ class TraceReplay:
 
     def next_start(self) -> float | None:
         return self._due[0][0] if self._due else None
+
+    def tokens(self, request: Request) -> list[int]:
+        ids: list[int] = []
+        for block in self._rows[request.conversation].hash_ids:
+            ids += token_ids(TRACE_BLOCK_TOKENS, self._seed, "trace", block)
+        return ids[: request.prompt_tokens]

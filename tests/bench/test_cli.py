@@ -4,8 +4,10 @@ the real one."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvtier import vllm
 from kvtier.bench.__main__ import main
 from kvtier.bench.cli import parse_size
 from kvtier.bench.report import Report
@@ -48,8 +51,6 @@ def read(directory: Path) -> Report:
         (["--workload", "trace"], "needs --trace"),
         (["--trace", "x"], "goes with --workload trace"),
         (["--workload", "trace", "--trace", "/none"], "No such file"),
-        (["--engine", "vllm"], "reserved"),
-        (["--engine", "vlm"], "unknown"),
         (["--accelerator", "16MiB"], "raise --accelerator"),
         (["--accelerator", "1MiB"], "four chunks"),
         (["--host-memory", "1MiB"], "--host-memory"),
@@ -58,6 +59,18 @@ def read(directory: Path) -> Report:
         (["--tier-dir", "/dev/shm"], "--allow-tmpfs"),
         (["--tier-dir", "/none"], "no directory"),
         (["--output-tokens", "5000"], "--output-tokens"),
+        (["--strategies", "stock"], "--engine standin has no strategy 'stock'"),
+        (["--model", "x"], "--model says nothing to --engine standin"),
+        (["--engine", "vllm"], "needs --model DIR"),
+        (["--engine", "vllm", "--model", "/none"], "--model /none: no such directory"),
+        (["--engine", "vllm", "--model", "/tmp"], "there is no config.json in it"),
+        (["--engine", "vllm", "--model", "x", "--inject", "flip"], "--inject says nothing"),
+        (["--engine", "vllm", "--model", "x", "--scale", "2"], "--scale says nothing"),
+        (["--engine", "vllm", "--strategies", "server", "--model", "x"], "has no strategy"),
+        (["--engine", "openai"], "needs --base-url"),
+        (["--engine", "openai", "--base-url", "here"], "is no http:// or https:// address"),
+        (["--engine", "openai", "--base-url", "http://x", "--host-memory", "1GiB"], "says nothing"),
+        (["--engine", "openai", "--base-url", "http://x", "--strategies", "host"], "only server"),
     ],
 )
 def test_wrong_use_is_told(
@@ -79,6 +92,9 @@ def test_wrong_use_is_told(
         (["--speedup", "inf"], "above 0"),
         (["--inject", "melt"], "invalid choice"),
         (["--convers", "2"], "unrecognized"),
+        (["--engine", "vlm"], "invalid choice"),
+        (["--engine-args", "{"], "no JSON"),
+        (["--engine-args", "[1]"], "no JSON object"),
     ],
 )
 def test_wrong_values_are_told(
@@ -90,11 +106,38 @@ def test_wrong_values_are_told(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(None, "vLLM is not installed"), ("0.31.0", "kvtier works with vLLM 0.32")],
+)
+def test_vllm_that_is_not_there_or_another_one_is_told(
+    version: str | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(vllm, "installed_version", lambda: version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: version)
+    assert main(["--engine", "vllm", "--model", "any/model"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_no_server_and_no_such_server_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    assert main(["--engine=openai", f"--base-url=http://127.0.0.1:{port}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no server answers there (connection refused); start one with vllm serve" in line
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
+    for words in ("--engine vllm --model DIR", "stock: vLLM's own", "--base-url URL", '"server"'):
+        assert words in text
     for words in ("host+fs", "verdict", "within 5 %", "1.5 times host", "Exit code 1", "examples"):
         assert words in text
 

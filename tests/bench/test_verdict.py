@@ -10,7 +10,7 @@ import pytest
 from kvtier.bench.copies import CopyCounters
 from kvtier.bench.results import Clause, EngineCounts, Run, Spread, Verdict, middle
 from kvtier.bench.tierdir import SweepCounters
-from kvtier.bench.verdict import judge
+from kvtier.bench.verdict import judge, judge_server
 from tests.bench.helpers import ACCELERATOR, HOST, SIZES, change, make_run, runs
 
 
@@ -133,3 +133,41 @@ def test_middle_keeps_the_damage_of_all_repeats() -> None:
     assert chosen.sweeps is not None
     assert chosen.sweeps.resident_ratio == 1
     assert len(chosen.throughputs) == 3
+
+
+def test_stock_is_compared_with_files_where_the_accelerator_no_longer_holds() -> None:
+    def judged(**speeds: float) -> Verdict:
+        mine = [make_run("stock", point, SIZES[point], speed) for point, speed in speeds.items()]
+        return verdict(runs() + mine)
+
+    names = {"2": 400.0, "7": 770.0, "20": 590.0}  # below the accelerator's size it is not judged
+    good = judged(**names)
+    assert good.holds, failing(good)
+    assert good.clauses[-1].text.startswith("host+fs at least 0.95 times stock")
+    assert good.clauses[-1].measured == "1.01 times at 7"
+    assert failing(judged(**names | {"20": 640.0})) == [good.clauses[-1].text]
+    assert not any("stock" in clause.text for clause in verdict(runs()).clauses)
+
+
+def test_stocks_gain_is_not_kvtiers() -> None:
+    alike = [make_run(name, "7", SIZES["7"], 500) for name in ("none", "host", "host+fs")]
+    result = verdict([*alike, make_run("stock", "7", SIZES["7"], 2000)])
+    assert result.summary.startswith("NO GAIN")
+
+
+def test_bytes_that_nobody_compared_are_not_said_to_be_right() -> None:
+    found = change(runs(), copies=CopyCounters(load_bytes=9))
+    assert failing(verdict(found)) == ["every reloaded byte is the one that was computed"]
+    result = judge(found, "multiturn", ACCELERATOR, HOST, bytes_compared=False)
+    assert result.clauses[0].holds is None
+    assert result.clauses[0].measured == "not compared in this engine"
+
+
+def test_a_server_is_judged_by_its_answers_alone() -> None:
+    run = make_run("server", "7", 0, 500)
+    good = judge_server([run])
+    assert good.holds
+    assert good.summary.startswith("ANSWERED")
+    bad = judge_server([make_run("server", "7", 0, 500, requests=8, errors={"timeout": 2})])
+    assert not bad.holds
+    assert bad.clauses[0].measured == "2 left, timeout: 2"

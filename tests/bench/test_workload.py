@@ -168,3 +168,29 @@ def test_trace_skips_what_does_not_fit(tmp_path: Path) -> None:
         TraceReplay(rows, SHAPE, 1.0, max_tokens=100)
     with pytest.raises(ConfigError, match="--block-tokens"):
         TraceReplay(rows, Shape(block_tokens=96), 1.0, max_tokens=10_000)
+
+
+def test_token_ids_of_a_turn_begin_with_the_last_turns() -> None:
+    sent: dict[tuple[int, int], list[int]] = {}
+    for seed in (0, 0, 1):
+        source = MultiTurn(2, Shape(), 300, 100, 2, 8, seed=seed)
+        requests = drain(source)
+        found = {(one.conversation, one.turn): source.tokens(one) for one in requests}
+        for (conversation, turn), ids in found.items():
+            assert len(ids) == 300 + turn * 100
+            assert ids[:300] == found[conversation, 0]
+            assert set(ids) <= set(range(10, 1000))
+        assert found[0, 0] != found[1, 0]
+        assert (found == sent) == (seed == 0) or not sent
+        sent = found
+
+
+def test_token_ids_of_a_trace_are_equal_as_far_as_its_hash_ids_are(tmp_path: Path) -> None:
+    lines = [row(0, 1000, 8, (1, 2)), row(1, 1500, 8, (1, 2, 3)), row(2, 600, 8, (4, 2))]
+    rows = read_trace(write(tmp_path / "trace", *lines))
+    source = TraceReplay(rows, Shape(), 1.0, 10_000)
+    one, two, other = (source.tokens(request) for request in source.take(1.0))
+    assert [len(one), len(two), len(other)] == [1000, 1500, 600]
+    assert two[:1000] == one
+    assert other[:512] != one[:512]
+    assert other[512:] == one[512:600]

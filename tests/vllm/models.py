@@ -111,19 +111,23 @@ EMBEDDING_SCALE = {"swa": 0.15}
 the last token again, with probability 1, whatever the KV holds."""
 
 
-def write_config(family: str, directory: Path) -> None:
+def write_config(family: str, directory: Path, changes: dict[str, Any] | None = None) -> None:
     """Write ``config.json`` of `family` into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(COMMON | FAMILIES[family], indent=1))
+    config = COMMON | FAMILIES[family] | (changes or {})
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def build(family: str, directory: Path, seed: int = 1) -> None:
-    """Write a whole checkpoint of `family` into `directory` (takes seconds, needs torch)."""
+def build(
+    family: str, directory: Path, seed: int = 1, changes: dict[str, Any] | None = None
+) -> None:
+    """Write a whole checkpoint of `family` into `directory` (takes seconds, needs torch); `changes`
+    replace fields of its configuration."""
     # lazy: torch and transformers take seconds to import, and only the builder needs them.
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_config(family, directory)
+    write_config(family, directory, changes)
     config = AutoConfig.from_pretrained(directory)
     config.initializer_range = 0.2
     torch.manual_seed(seed)
@@ -133,10 +137,10 @@ def build(family: str, directory: Path, seed: int = 1) -> None:
             model.get_input_embeddings().weight.mul_(EMBEDDING_SCALE[family])
     model.save_pretrained(directory)
     # transformers writes the configuration in its newest form; vLLM is given the plain one.
-    write_config(family, directory)
+    write_config(family, directory, changes)
 
 
 if __name__ == "__main__":
     import sys
 
-    build(sys.argv[1], Path(sys.argv[2]))
+    build(sys.argv[1], Path(sys.argv[2]), changes=json.loads((sys.argv[3:] or ["{}"])[0]))
