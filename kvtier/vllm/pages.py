@@ -118,6 +118,8 @@ def build_pages(
     config: OffloadingConfig,
     caches: CanonicalKVCaches,
     windows: tuple[int | None, ...],
+    *,
+    last_states: frozenset[int] = frozenset(),
 ) -> WorkerPages:
     """Lay the pages of each group one after the other.
 
@@ -128,6 +130,9 @@ def build_pages(
         Flat tensors ``(num_blocks, page_bytes)`` with a stride, and the pages of each group.
     windows : sequence of (int or None)
         Window of each group in chunks.
+    last_states : frozenset of int
+        Groups of whose chunks vLLM moves one block alone, the state at the end. To kvtier that
+        block is the whole chunk.
 
     Raises
     ------
@@ -168,10 +173,12 @@ def build_pages(
                 )
             )
             offset += mapping.canonical_bytes
+        per_chunk = config.cache.blocks_per_chunk
+        merged = per_chunk if group.group_id in last_states else 1
         groups.append(
             GroupGeometry(
-                block_tokens=group.tokens_per_block,
-                blocks_per_chunk=config.cache.blocks_per_chunk,
+                block_tokens=group.tokens_per_block * merged,
+                blocks_per_chunk=per_chunk // merged,
                 block_bytes=offset,
                 pages=tuple(pages),
                 window_chunks=window,
