@@ -172,6 +172,8 @@ def build_pages(
     caches: CanonicalKVCaches,
     windows: tuple[int | None, ...],
     stages: Sequence[tuple[StageArea, ...]] | None = None,
+    *,
+    last_states: frozenset[int] = frozenset(),
 ) -> WorkerPages:
     """Lay the pages of each group one after the other.
 
@@ -184,6 +186,9 @@ def build_pages(
         Window of each group in chunks.
     stages : sequence of sequence of StageArea, optional
         ``local_areas`` of each pipeline stage, where there is more than one.
+    last_states : frozenset of int
+        Groups of whose chunks vLLM moves one block alone, the state at the end. To kvtier that
+        block is the whole chunk.
 
     Raises
     ------
@@ -234,10 +239,12 @@ def build_pages(
                     owner=tensor,
                 )
             )
+        per_chunk = config.cache.blocks_per_chunk
+        merged = per_chunk if group.group_id in last_states else 1
         groups.append(
             GroupGeometry(
-                block_tokens=group.tokens_per_block,
-                blocks_per_chunk=config.cache.blocks_per_chunk,
+                block_tokens=group.tokens_per_block * merged,
+                blocks_per_chunk=per_chunk // merged,
                 block_bytes=offset,
                 pages=tuple(places.values()),
                 window_chunks=window,

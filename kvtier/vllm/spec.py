@@ -136,6 +136,13 @@ def warn_of_policy(vllm_config: VllmConfig) -> None:
         )
 
 
+def keeps_last_state(vllm_config: VllmConfig, layer_name: str) -> bool:
+    """Whether vLLM stores and loads one block of a chunk alone, the state at the chunk's end."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    spec = layer.get_kv_cache_spec(vllm_config) if layer is not None else None
+    return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+
+
 class KVTierOffloadingSpec(OffloadingSpec):
     """Entry point of kvtier in vLLM's ``OffloadingConnector``.
 
@@ -184,7 +191,12 @@ class KVTierOffloadingSpec(OffloadingSpec):
         areas = None
         if config.parallel.pp_size > 1:
             areas = stage_areas(local_areas(config, kv_caches))
-        pages = build_pages(config, kv_caches, windows, areas)
+        last_states = frozenset(
+            group.group_id
+            for group in config.groups
+            if keeps_last_state(vllm_config, group.layer_names[0])
+        )
+        pages = build_pages(config, kv_caches, windows, areas, last_states=last_states)
         try:
             geometry = make_geometry(pages.groups, self.settings.capacity_bytes)
         except ValueError as exc:

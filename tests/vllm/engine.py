@@ -16,8 +16,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.vllm.driver import end_tiers
 
@@ -124,6 +126,8 @@ class Host:
     def __init__(self) -> None:
         self.llm: Any = None
         self.driver: Any = None
+        self.contexts: list[Any] = []
+        """Of the requests in order, once ``note_requests`` was called."""
 
     def start(
         self,
@@ -134,11 +138,14 @@ class Host:
         block_size: int | None = None,
         engine_id: str | None = None,
         policy: str | None = None,
+        device_cache: bool = False,
         **engine_args: Any,
     ) -> dict[str, Any]:
         """Start vLLM; `extra` is ``kv_connector_extra_config``, None leaves offloading out.
 
         With all in one process it may be started again after ``stop``, which saves the imports.
+        `device_cache` turns vLLM's own prefix cache on also where its CPU platform turns it off,
+        for latent attention: a control needs one, and the model runs with it.
         """
         # lazy: the parent imports this module too, and must not load vLLM.
         from vllm import LLM
@@ -171,7 +178,8 @@ class Host:
             }
             given = {"engine_id": engine_id, "kv_load_failure_policy": policy}
             arguments["kv_transfer_config"] |= {key: one for key, one in given.items() if one}
-        self.llm = LLM(**(arguments | engine_args))
+        with keep_device_cache() if device_cache else contextlib.nullcontext():
+            self.llm = LLM(**(arguments | engine_args))
         config = self.llm.llm_engine.vllm_config.cache_config
         return {"block_size": config.block_size, "pid": os.getpid()}
 
@@ -197,10 +205,50 @@ class Host:
             {
                 "tokens": list(output.outputs[0].token_ids),
                 "logprob": output.outputs[0].cumulative_logprob,
+                "logprobs": [
+                    one[token].logprob
+                    for one, token in zip(
+                        output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True
+                    )
+                ],
                 "cached": output.num_cached_tokens,
             }
             for output in outputs
         ]
+
+    def note_requests(self) -> None:
+        """Keep what the manager is told of each request from now on, for ``chunks``."""
+        manager = self._manager()
+        on_new_request = manager.on_new_request
+
+        def note(context: Any) -> Any:
+            self.contexts.append(context)
+            return on_new_request(context)
+
+        manager.on_new_request = note
+
+    def chunks(self) -> list[list[str]]:
+        """Keys of the last request's chunks in host memory, by group, as the prompt has them."""
+        manager = self._manager()
+        ends = self.contexts[-1]._offload_key_positions
+        found: list[list[str]] = [[] for _ in manager.region.geometry.groups]
+        ready = set(manager.engine.cache.index.keys())
+        for key in sorted(ends, key=ends.__getitem__):
+            if key in ready:
+                found[int.from_bytes(key[-4:], "big")].append(key.hex())
+        return found
+
+    def drop(self, keys: list[str]) -> int:
+        """Take chunks out of host memory, as an eviction does; how many went."""
+        # vLLM tells of the end of a request, which holds its chunks, in the step after it.
+        while self.llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+        return len(self._manager().engine.cache.index.drop([bytes.fromhex(key) for key in keys]))
+
+    def _manager(self) -> Any:
+        """kvtier's manager; only where the engine core runs in this process."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        return core.scheduler.connector.connector_scheduler.manager
 
     def drive(self, name: str, **arguments: Any) -> Any:
         """A method of ``Driver``, which is made at the first call."""
@@ -267,7 +315,7 @@ class Host:
             self.driver.add(f"{name}a", **asked)
             self.driver.close_accounts()
             assert self.reset()
-            self.rpc("kvt_damage", ["heads", 4, 0])
+            self.rpc("kvt_swap_heads", [4, 0])
             again.append(asked | self.driver.answer(name, **asked))
             self.driver.close_accounts()
             assert self.reset(connector=True)
@@ -283,8 +331,7 @@ class Host:
 
     def manager(self) -> dict[str, Any]:
         """Counters of the manager; only where the engine core runs in this process."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        manager = core.scheduler.connector.connector_scheduler.manager
+        manager = self._manager()
         index = manager.engine.cache.index
         stats = manager.engine.stats()
         return {
@@ -361,9 +408,7 @@ class Host:
 
     def settle(self, seconds: float = 30.0) -> dict[str, Any]:
         """``manager`` when the tiers have ended what they were given and said so."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        engine = core.scheduler.connector.connector_scheduler.manager.engine
-        end_tiers(engine, seconds, self.manager)
+        end_tiers(self._manager().engine, seconds, self.manager)
         return self.manager()
 
     def stop(self) -> None:
@@ -371,6 +416,24 @@ class Host:
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = self.driver = None
+            self.contexts.clear()
+
+
+@contextlib.contextmanager
+def keep_device_cache() -> Iterator[None]:
+    """vLLM's CPU platform leaves prefix caching as it was asked for."""
+    # lazy: see Host.start
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keep(config: Any) -> None:
+        asked = config.cache_config.enable_prefix_caching
+        check(config)
+        config.cache_config.enable_prefix_caching = asked
+
+    with mock.patch.object(CpuPlatform, "check_and_update_config", staticmethod(keep)):
+        yield
 
 
 def serve(fd: int) -> None:

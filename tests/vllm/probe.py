@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.vllm.damage import Damage, swap
 
-class Probe:
+
+class Probe(Damage):
     """Mixed into vLLM's worker class; names carry a prefix, since a clash is refused."""
 
     def kvt_worker(self) -> Any:
@@ -35,11 +37,15 @@ class Probe:
             "stored_chunks": worker.stored_chunks,
             "stored_bytes": worker.stored_bytes,
             "loaded_chunks": worker.loaded_chunks,
+            "loaded_bytes": worker.loaded_bytes,
             "failed_chunks": worker.failed_chunks,
             "finished": worker.region.finished(worker.rank),
             "num_slots": geometry.num_slots,
             "payload_bytes": list(geometry.payload_bytes),
             "block_bytes": [group.block_bytes for group in geometry.groups],
+            "chunk_tokens": [
+                group.block_tokens * group.blocks_per_chunk for group in geometry.groups
+            ],
             "windows": [group.window_chunks for group in geometry.groups],
             "portable": worker.pages.portable,
             "copy_cpus": [
@@ -57,6 +63,25 @@ class Probe:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+    def kvt_loads(self) -> list[list[int]]:
+        """Chunks and accelerator blocks that each group has loaded since the last call; the first
+        one begins to count."""
+        worker = self.kvt_worker()
+        counts = vars(self).get("kvt_counts")
+        if counts is None:
+            load = worker.jobs.load
+
+            def note(job_id: int, first: int, number: int, work: Any) -> None:
+                for group, chunks in work:
+                    entry = vars(self)["kvt_counts"][group]
+                    entry[0] += len(chunks)
+                    entry[1] += sum(len(chunk.block_ids) for chunk in chunks)
+                load(job_id, first, number, work)
+
+            worker.jobs.load = note
+        vars(self)["kvt_counts"] = [[0, 0] for _ in worker.region.geometry.groups]
+        return counts or []
 
     def kvt_digests(self, group: int) -> list[str]:
         """Digest of each accelerator block over all layers of `group`."""
@@ -145,37 +170,18 @@ class Probe:
                 view = region.slot_view(slot, region.geometry.slot_bytes)
                 np.frombuffer(view, dtype=np.uint8)[33::64] ^= 0x40
 
-    def kvt_damage(self, kind: str, parts: int, rank: int) -> int:
-        """Damage every slot of the region alike, done by one rank; returns how many slots.
-
-        ``flip``: one bit in the middle of each page. ``heads``: the first two of `parts` equal
-        parts of each page change places. ``layers``: the first two pages of each block do.
-        """
+    def kvt_swap_heads(self, parts: int, rank: int) -> None:
+        """The first two of `parts` equal parts of each page of the region change places, done by
+        one rank; a second call undoes it."""
         worker = self.kvt_worker()
         region = worker.region
         if worker.rank != rank:
-            return 0
+            return
         (group,) = region.geometry.groups
         for slot in range(region.available_slots):
             payload = np.frombuffer(region.slot_view(slot, group.payload_bytes), dtype=np.uint8)
             for block in range(group.blocks_per_chunk):
-                start = block * group.block_bytes
-                pages = [
-                    payload[start + page.offset_bytes :][: page.size_bytes] for page in group.pages
-                ]
-                if kind == "flip":
-                    # The top exponent bit of one bfloat16: a big change of one value.
-                    pages[0][len(pages[0]) // 2 + 1] ^= 0x40
-                elif kind == "heads":
-                    for page in pages:
-                        tile = len(page) // parts
-                        first = page[:tile].copy()
-                        page[:tile] = page[tile : 2 * tile]
-                        page[tile : 2 * tile] = first
-                elif kind == "layers":
-                    first = pages[0].copy()
-                    pages[0][:] = pages[1]
-                    pages[1][:] = first
-                else:
-                    raise ValueError(kind)
-        return region.available_slots
+                for page in group.pages:
+                    start = block * group.block_bytes + page.offset_bytes
+                    tile = page.size_bytes // parts
+                    swap(payload[start:][:tile], payload[start + tile :][:tile])

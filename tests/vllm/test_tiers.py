@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a real vLLM engine come back from the file tier byte for byte, and from nowhere else.
+"""Tiers beside a real vLLM engine: other people's, and such as never end what they were given.
 
 The source of every reload is proven by counters: the accelerator's cache is reset, host memory is
-empty, and so many chunks came from the files.
+empty, and so many chunks came from the tier. What a reload brings is told by test_families.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,56 +72,8 @@ def options(model: Path, shm: Path, files: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    root = tmp_path_factory.mktemp("files")
-    yield root
-    shutil.rmtree(root)
-
-
-@pytest.fixture(scope="module")
 def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("full")
-
-
-def test_reload_from_files(
-    model: Path, own_shm_directory: Path, files: Path, tmp_path: Path
-) -> None:
-    """In one engine, after a restart, and without the file the chunk is recomputed."""
-    mine = prompt(1)
-    with Engine(tmp_path / "first", environment(1)) as engine:
-        engine.start(**options(model, own_shm_directory, files))
-        one = Served(engine)
-        cold = one.run(mine)
-        control = one.run(mine)
-        assert control["cached"] == CHUNKS * BLOCK_TOKENS
-        stored = one.settle()
-        assert stored["stored_bytes"]["fs"] >= CHUNKS * (256 << 10)
-        one.empty_host()
-        one.forget_device()
-        before = one.settle()
-        again = one.run(mine)
-        after = one.settle()
-        assert again["cached"] == CHUNKS * BLOCK_TOKENS
-        assert after["tier_hits"]["fs"] - before["tier_hits"]["fs"] == CHUNKS
-        assert same(again, control)
-        assert after["requests"] == 1  # vLLM tells of an end in the step after it
-        assert cold["tokens"]
-    with Engine(tmp_path / "second", environment(1)) as engine:
-        engine.start(**options(model, own_shm_directory, files))
-        one = Served(engine)
-        again = one.run(mine)
-        assert again["cached"] == CHUNKS * BLOCK_TOKENS
-        assert one.settle()["tier_hits"]["fs"] == CHUNKS
-        assert same(again, control)
-        for path in files.rglob("*.kv"):
-            path.unlink()
-        assert engine.call("reset", connector=False)
-        one.forget_device()
-    with Engine(tmp_path / "third", environment(1)) as engine:
-        engine.start(**options(model, own_shm_directory, files))
-        one = Served(engine)
-        assert one.run(mine)["cached"] == 0
-        assert one.settle()["tier_hits"]["fs"] == 0
 
 
 @pytest.mark.fault("C15")
