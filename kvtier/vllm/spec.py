@@ -136,11 +136,11 @@ def warn_of_policy(vllm_config: VllmConfig) -> None:
         )
 
 
-def keeps_last_state(vllm_config: VllmConfig, layer_name: str) -> bool:
+def keeps_last_state(vllm_config: VllmConfig, layer_names: Sequence[str]) -> bool:
     """Whether vLLM stores and loads one block of a chunk alone, the state at the chunk's end."""
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
-    spec = layer.get_kv_cache_spec(vllm_config) if layer is not None else None
-    return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+    layers = vllm_config.compilation_config.static_forward_context
+    specs = [layers[name].get_kv_cache_spec(vllm_config) for name in layer_names if name in layers]
+    return any(isinstance(one, MambaSpec) and one.mamba_cache_mode == "align" for one in specs)
 
 
 class KVTierOffloadingSpec(OffloadingSpec):
@@ -194,7 +194,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         last_states = frozenset(
             group.group_id
             for group in config.groups
-            if keeps_last_state(vllm_config, group.layer_names[0])
+            if keeps_last_state(vllm_config, group.layer_names)
         )
         pages = build_pages(config, kv_caches, windows, areas, last_states=last_states)
         try:
