@@ -103,7 +103,6 @@ class ProcessCarrier(Carrier):
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._exit: select.poll | None = None  # of the pidfd
-        self._readable: select.poll | None = None  # of the socket
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
         self._frames = 0  # received from this child
@@ -167,8 +166,6 @@ class ProcessCarrier(Carrier):
         self._exit = select.poll()
         self._exit.register(self._pidfd, select.POLLIN)
         self._socket = ours
-        self._readable = select.poll()
-        self._readable.register(ours, select.POLLIN)
         self._reader = FrameReader()
         self._pending = bytearray()
         # The number that the child knows it by; here it is closed.
@@ -211,16 +208,11 @@ class ProcessCarrier(Carrier):
         if self._pending:
             self._flush()
         messages: list[m.ToOwner] = []
-        if self._region.service_frames == self._frames:
-            return messages
-        # Asked first: mostly there is nothing, and an exception costs more than the question.
-        while self._readable is not None and self._readable.poll(0):
+        while self._region.service_frames != self._frames:
             try:
                 size = self._socket.recv_into(self._received)
-            except (BlockingIOError, InterruptedError):
-                break
             except OSError:
-                break
+                break  # announced and not there yet, or the child is gone
             if not size:
                 break
             for frame in self._reader.feed(self._received[:size]):
@@ -297,7 +289,7 @@ class ProcessCarrier(Carrier):
         if self._process is not None:
             self._process.wait()
             self._process = None
-        self._exit = self._readable = None
+        self._exit = None
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

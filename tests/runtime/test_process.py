@@ -117,15 +117,19 @@ def test_the_socket_is_asked_when_something_is_announced(gates: Gates) -> None:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
-        def poll(self, timeout: float) -> Any:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def recv_into(self, buffer: memoryview) -> int:
             nonlocal asked
             asked += 1
-            return self.inner.poll(timeout)
+            received: int = self.inner.recv_into(buffer)
+            return received
 
     with running(gates.folder) as (one, carrier):
         one.sync()
         wait_for(lambda: carrier.receive() == [] and one.region.service_frames == carrier._frames)
-        carrier._readable = Counting(carrier._readable)  # type: ignore[assignment]  # counts
+        carrier._socket = Counting(carrier._socket)  # type: ignore[assignment]  # counts
         for _ in range(50):
             one.engine.poll()
         # The service tells of its samples by itself, twice a second at most.
