@@ -66,8 +66,8 @@ that waits is not walked again for a part that has come (99th percentile of proc
 1.1 ms), and when it is, all its chunks are compared at once (50 to 14 us for 384); loaded chunks
 are pinned in the call that adopts them, and what a tier has is told as a number (118 to 17 us an
 answer); cascades of a step go out in one message; a tier of one instance is not asked for what it
-cannot have; answers are taken a quarter at a time; no system call is made where there is no news, and one
-where there is (median 1.44 to 1.12 times idle, all together).
+cannot have; answers are taken a quarter at a time; no system call is made where there is no news,
+and one where there is (median 1.44 to 1.12 times idle, all together).
 """
 
 STEP_SECONDS = 0.005
