@@ -101,12 +101,12 @@ static inline uint64_t kvt_mix(uint64_t a, uint64_t b)
     return (uint64_t)p ^ (uint64_t)(p >> 64);
 }
 
-/* 64 bits over the words; `salt` picks the function, so that two of them make a fingerprint. */
-static inline uint64_t kvt_hash(const uint64_t *w, unsigned len, uint64_t salt)
+/* 64 bits over the words. */
+static inline uint64_t kvt_hash(const uint64_t *w, unsigned len)
 {
-    uint64_t a = kvt_mix(w[0] ^ 0x9e3779b97f4a7c15ULL ^ salt, w[1] ^ 0xd6e8feb86659fd93ULL);
-    uint64_t b = kvt_mix(w[2] ^ 0xa0761d6478bd642fULL ^ salt, w[3] ^ 0xe7037ed1a0b428dbULL);
-    uint64_t c = kvt_mix(w[4] ^ 0x8ebc6af09c88c6e3ULL ^ salt, len ^ 0x589965cc75374cc3ULL);
+    uint64_t a = kvt_mix(w[0] ^ 0x9e3779b97f4a7c15ULL, w[1] ^ 0xd6e8feb86659fd93ULL);
+    uint64_t b = kvt_mix(w[2] ^ 0xa0761d6478bd642fULL, w[3] ^ 0xe7037ed1a0b428dbULL);
+    uint64_t c = kvt_mix(w[4] ^ 0x8ebc6af09c88c6e3ULL, len ^ 0x589965cc75374cc3ULL);
     /* Rotations keep swapped words from giving the same sum. */
     return kvt_mix(a ^ (b << 23 | b >> 41) ^ 0x1d8e4e27c47d124fULL,
                    c ^ (a << 41 | a >> 23) ^ (b << 11 | b >> 53));
@@ -131,7 +131,7 @@ static inline void kvt_key_words(kvt_key *k, const void *bytes, unsigned len)
 
 static inline void kvt_key_hash(kvt_key *k)
 {
-    k->hash = kvt_hash(k->w, k->len, 0);
+    k->hash = kvt_hash(k->w, k->len);
     k->hashed = 1;
 }
 
