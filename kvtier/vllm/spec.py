@@ -19,6 +19,7 @@ from vllm.distributed import get_pp_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -93,9 +94,13 @@ def window_chunks(
     return windows.pop() if len(windows) == 1 else None
 
 
-def _layer_window(vllm_config: VllmConfig, name: str, chunk_tokens: int) -> int | None:
+def _layer_spec(vllm_config: VllmConfig, name: str) -> KVCacheSpec | None:
     layer = vllm_config.compilation_config.static_forward_context.get(name)
-    spec = layer.get_kv_cache_spec(vllm_config) if layer is not None else None
+    return layer.get_kv_cache_spec(vllm_config) if layer is not None else None
+
+
+def _layer_window(vllm_config: VllmConfig, name: str, chunk_tokens: int) -> int | None:
+    spec = _layer_spec(vllm_config, name)
     if spec is None:
         return None
     if not isinstance(spec, _KINDS):
@@ -138,8 +143,7 @@ def warn_of_policy(vllm_config: VllmConfig) -> None:
 
 def keeps_last_state(vllm_config: VllmConfig, layer_names: Sequence[str]) -> bool:
     """Whether vLLM stores and loads one block of a chunk alone, the state at the chunk's end."""
-    layers = vllm_config.compilation_config.static_forward_context
-    specs = [layers[name].get_kv_cache_spec(vllm_config) for name in layer_names if name in layers]
+    specs = (_layer_spec(vllm_config, name) for name in layer_names)
     return any(isinstance(one, MambaSpec) and one.mamba_cache_mode == "align" for one in specs)
 
 
