@@ -63,7 +63,7 @@ class EngineRunner:
         runs: list[Run] = []
         points = self._settings.points()
         for number, conversations in enumerate(points, 1):
-            name = f"{conversations} conversations" if conversations else "trace"
+            name = self._settings.point_name(conversations)
             self._say(f"point {number}/{len(points)}: {name}")
             self._answers = {}
             for strategy in self._settings.strategies:

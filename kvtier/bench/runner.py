@@ -67,7 +67,7 @@ class Runner:
         for number, conversations in enumerate(points, 1):
             size = settings.working_set_bytes(conversations)
             self._say(
-                f"point {number}/{len(points)}: {self._name(conversations)}, "
+                f"point {number}/{len(points)}: {settings.point_name(conversations)}, "
                 f"working set {size / 2**20:.0f} MiB"
             )
             repeats: dict[str, list[Run]] = {strategy: [] for strategy in settings.strategies}
@@ -89,9 +89,6 @@ class Runner:
             if self.stopped:
                 break
         return runs
-
-    def _name(self, conversations: int) -> str:
-        return f"{conversations} conversations" if conversations else "trace"
 
     def _one(self, buffer: PagedBuffer, strategy: str, conversations: int) -> Run:
         settings = self._settings

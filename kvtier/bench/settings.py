@@ -76,6 +76,11 @@ class Settings(msgspec.Struct, frozen=True):
         """The sweep: numbers of conversations, or [0] for a trace."""
         return list(self.conversations) if self.workload == "multiturn" else [0]
 
+    @staticmethod
+    def point_name(conversations: int) -> str:
+        """A point of the sweep as it is told to people."""
+        return f"{conversations} conversations" if conversations else "trace"
+
     def final_tokens(self) -> int:
         """Context of a conversation after its last answer."""
         return self.first_prompt_tokens + self.turns * self.turn_tokens + self.output_tokens

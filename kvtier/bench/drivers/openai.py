@@ -248,7 +248,7 @@ class ServerRunner:
         for number, conversations in enumerate(points, 1):
             if self.stopped:
                 break
-            name = f"{conversations} conversations" if conversations else "trace"
+            name = self._settings.point_name(conversations)
             self._say(f"point {number}/{len(points)}: {name}")
             runs.append(self._one(model, longest, conversations))
             self._say(f"  {SERVER:<8s}{run_line(runs[-1])}")
