@@ -55,7 +55,7 @@ CASES = ("cold", "warm", "tier")
 SYSTEMS = ("kvtier", "stock")
 TARGET = 20.0
 
-NOTES = """A warm prompt is 2,048 calls of Python methods that only return an answer found before,
+NOTES = """A warm prompt is 2,048 calls that only return an answer found before,
 about a third of its time, and three steps. A cold one is the question to the tier's process, its
 answer, the message for each store, and the steps in which these are sent and taken.
 """
