@@ -233,7 +233,7 @@ class PureIndex:
         return done
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):
+        for key in reversed(dict.fromkeys(keys)):
             for which, one in enumerate(self.classes):
                 chunk = one.pop(key, None)
                 if chunk:

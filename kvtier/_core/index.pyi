@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._core.chunks import RequestChunks
 from kvtier._core.slots import SlotTable
 
 class Reservation:
@@ -71,6 +72,43 @@ class Index:
         """0 absent, 1 WRITING, 2 READY. No allocation."""
     def lookup_batch(self, keys: Sequence[bytes]) -> tuple[int, bytes]:
         """Length of the READY prefix, and the state (0, 1, 2) of each key as one byte."""
+    def look(self, keys: Sequence[bytes], chunks: RequestChunks) -> tuple[int, bool]:
+        """Look a prompt up for a request.
+
+        Returns
+        -------
+        ready : int
+            Length of the READY prefix.
+        same : bool
+            Whether it is the batch that was looked up last, and no state has changed.
+        """
+    def note(self, keys: Sequence[bytes], chunks: RequestChunks) -> None:
+        """Keys that the request looked up one by one and was answered HIT: they count for ``hold``
+        if they are READY still."""
+    def hold(
+        self, chunks: RequestChunks, limit: int, places: npt.NDArray[np.int64] | None = None
+    ) -> tuple[int, int]:
+        """Pin chunks for a request that waits: those at `places`, or those answered HIT since
+        ``RequestChunks.count``, in the order of their first question.
+
+        Returns
+        -------
+        pinned : int
+            At most `limit`.
+        left : int
+            Those that were not pinned: beyond the limit, or not READY any more.
+        """
+    def held(
+        self,
+        chunks: RequestChunks,
+        places: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.uint32],
+        pinned: list[bool],
+    ) -> int:
+        """``adopt`` has pinned these for the request, where `pinned` says so. Returns how many."""
+    def unhold(self, chunks: RequestChunks, keys: Sequence[bytes] | None = None) -> int:
+        """Give pins of a request back: those of `keys`, or all. Returns how many."""
     def locate(self, key: bytes) -> tuple[int, int] | None:
         """(slot, generation) of a READY or WRITING key."""
 
@@ -95,8 +133,10 @@ class Index:
         """
     def unpin(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Give owner pins back. InternalError on a pin that was not held."""
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """One access a request, in prefix order; applied suffix first, so that the tail goes first.
+    def touch(self, keys: Sequence[bytes], positions: dict[bytes, int] | None = None) -> None:
+        """One access a request, in prefix order: by `positions`, at least 0, where all keys have
+        one, else as given. Applied suffix first, so that the tail goes first. A key that stands
+        twice counts once, where it stands first.
 
         The first touch after a chunk's insertion renews its place; a later one counts as reuse.
         Absent keys are passed over.

@@ -14,11 +14,16 @@ from cpython.buffer cimport (
 from cpython.bytes cimport (
     PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE,
 )
+from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_GetSlice
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memset
 
+from kvtier._core.chunks cimport (
+    KVT_HELD, KVT_HIT, RequestChunks, kvt_chunk,
+)
 from kvtier._core.slots cimport *
 
 cimport cython
@@ -163,6 +168,9 @@ cdef struct oldest_entry:
 cdef int by_rank(const void *a, const void *b) noexcept nogil:
     cdef uint64_t x = (<const oldest_entry *> a).rank
     cdef uint64_t y = (<const oldest_entry *> b).rank
+    if x == y:
+        return ((<const oldest_entry *> a).slot > (<const oldest_entry *> b).slot) - (
+            (<const oldest_entry *> a).slot < (<const oldest_entry *> b).slot)
     return (x > y) - (x < y)
 
 
@@ -398,6 +406,142 @@ cdef class Index:
                 prefix = i
         return (n if prefix < 0 else prefix), states
 
+    # For one request.
+    def look(self, keys, RequestChunks chunks not None) -> tuple:
+        """Look a prompt up for a request; `chunks` has what was found."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i, prefix = -1
+        cdef bint same = n and chunks.is_batch(items)
+        cdef unsigned state
+        if not same:
+            chunks.enter(items)
+        chunks.writing = False
+        for i in range(n):
+            state = self.seen_at(&self.scratch[i], &chunks.chunk[chunks.batch[i]], &same)
+            if state == KVT_WRITING:
+                chunks.writing = True
+            if prefix < 0 and state != KVT_READY:
+                prefix = i
+        return (n if prefix < 0 else prefix), bool(same)
+
+    cdef unsigned seen_at(self, const kvt_key *k, kvt_chunk *c, bint *same):
+        """Note where a key was found, and its state; *same is cleared if that has changed."""
+        cdef uint64_t word
+        cdef unsigned state = 0
+        if k.slot >= 0:
+            word = kvt_load(&self.c.t.rec[k.slot])
+            state = kvt_state(word)
+            c.slot = <uint32_t> k.slot
+            c.generation = kvt_gen(word)
+        if c.state != state:
+            c.state = <uint8_t> state
+            same[0] = False
+        return state
+
+    def note(self, keys, RequestChunks chunks not None) -> None:
+        """Keys of a request that were looked up one by one, and answered HIT."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = self.find(items), i
+        cdef bint same = True
+        cdef int64_t at
+        for i in range(n):
+            at = chunks.place(items[i])
+            if self.seen_at(&self.scratch[i], &chunks.chunk[at], &same) == KVT_READY:
+                chunks.chunk[at].flags |= KVT_HIT
+        if not same:
+            chunks.num_batch = 0  # what was said of the batch may be wrong by now
+
+    def hold(self, RequestChunks chunks not None, limit: int, places=None) -> tuple:
+        """Pin chunks that were answered HIT since the last step, or those at `places`."""
+        cdef Py_ssize_t n = len(chunks), i, m, done = 0, left = 0
+        cdef Py_ssize_t most = limit
+        cdef Py_buffer buffer
+        cdef int64_t *at = NULL
+        cdef kvt_chunk *c
+        if places is not None:
+            at = <int64_t *> view(places, 8, &m, &buffer)
+            PyBuffer_Release(&buffer)  # `places` keeps the memory
+            chunks.check_places(at, m)
+            n = m
+            self.find([chunks.keys[at[i]] for i in range(n)])
+        for i in range(n):
+            c = &chunks.chunk[i if at is NULL else at[i]]
+            if c.flags & KVT_HELD:
+                continue
+            if at is NULL:
+                if not c.flags & KVT_HIT:
+                    continue
+            elif self.scratch[i].slot < 0:
+                left += 1
+                continue
+            else:
+                c.slot = <uint32_t> self.scratch[i].slot
+                c.generation = kvt_gen(kvt_load(&self.c.t.rec[c.slot]))
+            # Its generation says that it is the same chunk still.
+            if done < most and kvt_pin(&self.c.t.rec[c.slot], c.generation,
+                                       KVT_OWNER_ONE, KVT_OWNER_MASK) == 1:
+                c.flags |= KVT_HELD
+                done += 1
+            else:
+                left += 1
+        chunks.num_held += done
+        return done, left
+
+    def held(self, RequestChunks chunks not None, places, slots, generations, pinned) -> int:
+        """These were pinned for the request as they were adopted, where `pinned` says so."""
+        cdef Py_buffer a, b, c
+        cdef Py_ssize_t n, m, k, i, done = 0
+        cdef kvt_chunk *one
+        cdef list which = pinned
+        cdef int64_t *at = <int64_t *> view(places, 8, &k, &a)
+        PyBuffer_Release(&a)
+        cdef int64_t *s = <int64_t *> view(slots, 8, &n, &b)
+        PyBuffer_Release(&b)
+        cdef uint32_t *g = <uint32_t *> view(generations, 4, &m, &c)
+        PyBuffer_Release(&c)
+        self.bounds(s, n, m)
+        if k != n or len(which) != n:
+            raise ValueError(f"{k} places and {len(which)} answers for {n} slots")
+        chunks.check_places(at, n)
+        for i in range(n):
+            if not which[i]:
+                continue
+            one = &chunks.chunk[at[i]]
+            if one.flags & KVT_HELD:
+                self.broken(f"chunk {at[i]} of the request is held twice")
+            one.flags |= KVT_HELD
+            one.slot = <uint32_t> s[i]
+            one.generation = g[i]
+            done += 1
+        chunks.num_held += done
+        return done
+
+    def unhold(self, RequestChunks chunks not None, keys=None) -> int:
+        """Give pins of a request back: those of `keys`, or all. Returns how many."""
+        cdef Py_ssize_t n = len(chunks), i, done = 0
+        cdef int64_t at
+        cdef uint64_t after = 0
+        cdef kvt_chunk *c
+        cdef list items = None
+        if keys is not None:
+            items = keys if type(keys) is list else list(keys)
+            n = len(items)
+        for i in range(n):
+            at = i if items is None else chunks.known(items[i], i)
+            if at < 0 or not chunks.chunk[at].flags & KVT_HELD:
+                continue
+            c = &chunks.chunk[at]
+            c.flags &= ~KVT_HELD
+            chunks.num_held -= 1
+            done += 1
+            if not kvt_unpin(&self.c.t.rec[c.slot], c.generation, KVT_OWNER_ONE, KVT_OWNER_MASK,
+                             &after):
+                self.broken(f"slot {c.slot} has no owner pin in generation {c.generation}")
+            if not after & KVT_OWNER_MASK:
+                kvt_reconsider(&self.c, c.slot)
+        self.changed()
+        return done
+
     def locate(self, key: bytes):
         """(slot, generation) of a READY or WRITING key."""
         cdef kvt_key k
@@ -591,16 +735,56 @@ cdef class Index:
                 raise IndexError(f"slot {s[i]} is outside 0..{self.c.capacity}")
         return 0
 
-    def touch(self, keys) -> None:
-        """One access a request, in prefix order; applied suffix first."""
-        cdef Py_ssize_t n = self.find(keys if type(keys) is list else list(keys)), i
-        for i in range(n):
-            if self.scratch[i].slot >= 0:
-                kvt_prefetch_links(&self.c, self.scratch[i].slot)
-        for i in range(n - 1, -1, -1):
-            if self.scratch[i].slot >= 0:
-                kvt_touch(&self.c, <uint32_t> self.scratch[i].slot)
+    def touch(self, keys, positions=None) -> None:
+        """One access a request; applied suffix first."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef dict order = positions
+        cdef Py_ssize_t n = self.find(items), i
+        cdef int64_t s
+        cdef oldest_entry *at = <oldest_entry *> malloc(max(n, 1) * sizeof(oldest_entry))
+        if at is NULL:
+            raise MemoryError
+        try:
+            self.by_position(items, order, at)
+            for i in range(n):
+                s = at[i].slot = self.scratch[at[i].slot].slot
+                if s < 0:
+                    continue
+                if self.c.l.node[s].info & KVT_PROTECT:
+                    at[i].slot = -1  # it stands twice in this call: one access
+                    continue
+                self.c.l.node[s].info |= KVT_PROTECT
+                kvt_prefetch_links(&self.c, s)
+            for i in range(n - 1, -1, -1):
+                if at[i].slot >= 0:
+                    self.c.l.node[at[i].slot].info &= ~KVT_PROTECT
+                    kvt_touch(&self.c, <uint32_t> at[i].slot)
+        finally:
+            free(at)
         self.changed()
+
+    cdef int by_position(self, list items, dict order, oldest_entry *at) except -1:
+        """The numbers of `items` in `at`: by position where all have one, else as they are."""
+        cdef Py_ssize_t n = len(items), i
+        cdef PyObject *position
+        cdef bint sorted = True
+        for i in range(n):
+            at[i].slot = i
+            at[i].rank = 0
+            if order is None:
+                continue
+            position = PyDict_GetItemWithError(order, items[i])
+            if position is NULL:
+                order = None
+                sorted = True  # those with a position too: in the order of their first use
+                continue
+            at[i].rank = <uint64_t> <int64_t> <object> position
+            if i and at[i].rank < at[i - 1].rank:
+                sorted = False
+        if not sorted:
+            # Mostly they are in order already; keys of one position stay as they are.
+            qsort(at, n, sizeof(oldest_entry), by_rank)
+        return 0
 
     # Secondary tiers.
     def pin_for_service(self, keys) -> tuple:

@@ -244,20 +244,12 @@ class Engine:
         if not self._polled:
             self.poll()
         request = self._planner.request(context)
-        again = request.asked is not None and request.asked == keys
-        if again and self._now < request.answer_until:
+        if self._now < request.answer_until and request.chunks.repeats(keys):
             # It waits, and there is no news: what it may have is held, so the answer is the same.
             return request.answer
         if self._verify:
             return self._lookup_verified(keys, context)
-        ready, states = self._index.lookup_batch(keys)
-        if again and self._planner.same_again(states, request, self._now):
-            return request.answer
-        if ready:
-            self._planner.hit(keys[:ready], request)
-        if ready == len(keys):
-            return ready, Lookup.MISS
-        return ready, self._planner.absent_batch(keys, states, ready, request, self._now)
+        return self._planner.look(keys, request, self._now)
 
     def _lookup_verified(
         self, keys: Sequence[bytes], context: RequestContext
@@ -347,15 +339,13 @@ class Engine:
         has them. They count as used when it finishes."""
         self._planner.request(context).use(keys)
 
-    def finish_request(
-        self, context: RequestContext, used: Mapping[bytes, int] | None = None
-    ) -> None:
+    def finish_request(self, context: RequestContext, used: dict[bytes, int] | None = None) -> None:
         """The request has ended: its chunks are touched, suffix before prefix; what it waited
         for is let go.
 
         Parameters
         ----------
-        used : mapping of bytes to int, optional
+        used : dict of bytes to int, optional
             End positions of all chunks of the request, where the caller knows them, in place of
             those that it loaded, stored or touched.
         """

@@ -3,21 +3,21 @@
 
 Part of the planner, on the owner's thread. Owns the finds under way, the slots lent to them, the
 line of those that want more, and the holds. Invariants: a lent slot is in exactly one
-``FindRecord.lent``; a held pin in exactly one ``Request.held``; held and lent together stay within
-``hold_limit``.
+``FindRecord.lent``; a held pin in exactly one ``Request.chunks``; held and lent together stay
+within ``hold_limit``.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kvtier._core.slots import READY, WRITING
-from kvtier.engine.requests import ASKED, GONE, LOADED, Request
-from kvtier.engine.state import State
+from kvtier.engine.requests import Request
+from kvtier.engine.state import State, TierState
 from kvtier.engine.transfers import FindRecord
 from kvtier.errors import InternalError
 from kvtier.runtime import messages as m
@@ -96,12 +96,12 @@ class Loads:
             return
         self._expires_at = math.inf
         for request in requests:
-            if not request.held:
+            if not request.chunks.num_held:
                 continue
             if now < request.hold_until:
                 self._expires_at = min(self._expires_at, request.hold_until)
                 continue
-            self._state.recorder.add("kvtier_hold_expired_total", len(request.held))
+            self._state.recorder.add("kvtier_hold_expired_total", request.chunks.num_held)
             self.release(request)
         for record in list(self.finds.values()):
             if record.ended:
@@ -112,65 +112,44 @@ class Loads:
                 self._leave_line(record)
                 _give_up(record)
 
-    def ask(self, key: bytes, request: Request) -> bool:
-        """Have the tiers asked for a key at the next flush; False if there is none to ask."""
-        if not self._first_absent([key], request):
-            self._known_absent([key], request)
-            return False
-        if not self._in_window(key, request):
-            request.status[key] = GONE
-            return False
-        request.status[key] = ASKED
-        request.fresh.append(key)
-        self.asking[request.context.request_id] = request
-        return True
-
-    def asks_all(self, request: Request) -> bool:
-        """Whether ``ask_all`` is for this request: it waits for nothing yet, may ask a tier, and no
-        window says how many keys."""
-        return (
-            not self._has_windows
-            and request.wait_until is None
-            and any(self._tiers[i].readable for i in request.tiers)
-        )
-
-    def ask_all(self, keys: list[bytes], request: Request) -> int:
-        """Have the tiers asked for keys at the next flush, up to the first that none can have: how
-        many those are. All behind that one are not to be had."""
-        asked = self._first_absent(keys, request)
-        if asked < len(keys):
-            self._known_absent(keys[asked:], request)
-            keys = keys[:asked]
-        if keys:
-            unique = dict.fromkeys(keys, ASKED)
-            request.status.update(unique)
-            request.fresh.extend(unique)
-            self.asking[request.context.request_id] = request
-        return asked
-
-    def _first_absent(self, keys: list[bytes], request: Request) -> int:
-        """Position of the first key that no tier may hold."""
+    def ask(self, keys: list[bytes], request: Request) -> bool:
+        """Have the tiers asked at the next flush for keys that `request.chunks` has picked, up to
+        the first that none can have. Whether that is any."""
         tiers = [self._tiers[i] for i in request.tiers if self._tiers[i].readable]
-        before, at = -1, 0
-        while before < at < len(keys):
-            before = at
-            for tier in tiers:
-                at = tier.contents.first_absent(keys, at)
-        return at
+        if not tiers:
+            asked, gone = 0, 1
+        elif self._has_windows:
+            asked, gone = self._ask_windowed(keys, request, tiers)
+        else:
+            # All behind the first that is not there are not to be had.
+            asked = _first_absent(keys, tiers)
+            gone = len(keys) - asked
+            self._known_absent(gone, tiers)
+        request.chunks.settle(asked, gone)
+        if asked:
+            self.asking[request.context.request_id] = request
+        return asked > 0
 
-    def _known_absent(self, keys: list[bytes], request: Request) -> None:
+    def _ask_windowed(
+        self, keys: list[bytes], request: Request, tiers: list[TierState]
+    ) -> tuple[int, int]:
+        """How many of the keys may be asked for, and how many behind them are not to be had."""
+        for asked, key in enumerate(keys):
+            if not _first_absent([key], tiers):
+                self._known_absent(1, tiers)
+                return asked, 1
+            if not self._in_window(key, request):
+                return asked, 1
+        return len(keys), 0
+
+    def _known_absent(self, chunks: int, tiers: list[TierState]) -> None:
         """No tier has these, which was known without asking."""
-        request.status.update(dict.fromkeys(keys, GONE))
-        for i in request.tiers:
-            if self._tiers[i].readable:
-                self._state.recorder.add(
-                    "kvtier_lookup_chunks_total", len(keys), (self._tiers[i].name, "miss")
-                )
+        if chunks:
+            for tier in tiers:
+                self._state.recorder.add("kvtier_lookup_chunks_total", chunks, (tier.name, "miss"))
 
     def _in_window(self, key: bytes, request: Request) -> bool:
         """Whether a windowed group's key is among those that may be asked in this step."""
-        if not self._has_windows:
-            return True
         group = key_group(key)
         window = self._windows[group]
         if window is None:
@@ -196,62 +175,34 @@ class Loads:
         """
         if not self.could_hold(request):
             return
-        wanted = [key for key in dict.fromkeys(request.hits) if key not in request.held]
         room = min(self.hold_limit - self.held - self.lent, self._may_hold)
-        keys = wanted[: max(0, room)]
-        ready, states = self._index.lookup_batch(keys)
-        if ready != len(keys):
-            keys = [key for key, state in zip(keys, states, strict=True) if state == READY]
-        self._may_hold -= len(keys)
-        self._hold(keys, request, now)
-        if len(keys) == len(wanted):
+        pinned, left = self._index.hold(request.chunks, room)
+        self._may_hold -= pinned
+        self._held(pinned, request, now)
+        if not left:
             self.settle(request, now)
 
     def settle(self, request: Request, now: float) -> None:
         """All that can be held for the request is held: its answer stands until there is news."""
-        if request.asked is None or request.wait_until is None:
+        if not request.answered or request.wait_until is None:
             return
         # A writer's end is no news to it, the end of what it waits for itself is.
-        if request.finds or request.fresh or WRITING not in request.states:
+        chunks = request.chunks
+        if request.finds or chunks.num_unsent or not chunks.writing:
             request.answer_until = min(now + ANSWER_SECONDS, request.wait_until)
 
-    def _hold(self, keys: Sequence[bytes], request: Request, now: float) -> None:
-        if not keys:
-            return
-        slots, generations = self._index.pin(keys)
-        self._held(keys, slots.tolist(), generations.tolist(), request, now)
+    def _held(self, chunks: int, request: Request, now: float) -> None:
+        """So many more have been pinned for the request."""
+        if chunks:
+            self.held += chunks
+            request.hold_until = now + HOLD_SECONDS
+            self._expires_at = min(self._expires_at, request.hold_until)
 
-    def _held(
-        self,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        generations: Sequence[int],
-        request: Request,
-        now: float,
-    ) -> None:
-        """`keys` have been pinned for the request."""
-        pins = zip(slots, generations, strict=True)
-        request.held.update(zip(keys, pins, strict=True))
-        self.held += len(keys)
-        request.hold_until = now + HOLD_SECONDS
-        self._expires_at = min(self._expires_at, request.hold_until)
-
-    def release(self, request: Request, keys: Iterable[bytes] | None = None) -> None:
+    def release(self, request: Request, keys: Sequence[bytes] | None = None) -> None:
         """Give holds of a request back: those of `keys`, or all."""
-        if not request.held:
-            return
-        request.news()
-        if keys is None:
-            pins = list(request.held.values())
-            request.held.clear()
-        else:
-            pins = [request.held.pop(key) for key in keys if key in request.held]
-        if pins:
-            self._index.unpin(
-                np.array([slot for slot, _ in pins], dtype=np.int64),
-                np.array([generation for _, generation in pins], dtype=np.uint32),
-            )
-            self.held -= len(pins)
+        if request.chunks.num_held:
+            request.news()
+            self.held -= self._index.unhold(request.chunks, keys)
 
     def flush(self, now: float) -> None:
         """Lend slots to those in the line, then ask for what is fresh."""
@@ -263,27 +214,40 @@ class Loads:
     def _flush_finds(self, now: float) -> None:
         asking, self.asking = self.asking, {}
         for request in asking.values():
-            fresh, request.fresh = request.fresh, []
             tiers = [i for i in request.tiers if self._tiers[i].readable]
-            for windowed in (False, True) if self._has_windows else (False,):
-                keys = fresh
-                if self._has_windows:
-                    keys = [
-                        k for k in fresh if (self._windows[key_group(k)] is not None) == windowed
-                    ]
-                if not keys:
-                    continue
+            for keys, places, windowed in self._parts(*request.chunks.take_unsent()):
                 if not tiers:
-                    request.status.update(dict.fromkeys(keys, GONE))
+                    request.chunks.gone(places)
                     request.news()
                     continue
-                self._find(request, keys, windowed, tiers, now)
+                self._find(request, keys, places, windowed, tiers, now)
+
+    def _parts(
+        self, keys: list[bytes], places: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[list[bytes], npt.NDArray[np.int64], bool]]:
+        """Keys of windowed groups apart from the others, each with their places."""
+        if not self._has_windows:
+            if keys:
+                yield keys, places, False
+            return
+        windows = [self._windows[key_group(key)] is not None for key in keys]
+        for windowed in (False, True):
+            chosen = [key for key, one in zip(keys, windows, strict=True) if one == windowed]
+            if chosen:
+                yield chosen, places[np.array(windows) == windowed], windowed
 
     def _find(
-        self, request: Request, keys: list[bytes], windowed: bool, tiers: list[int], now: float
+        self,
+        request: Request,
+        keys: list[bytes],
+        places: npt.NDArray[np.int64],
+        windowed: bool,
+        tiers: list[int],
+        now: float,
     ) -> None:
         assert request.wait_until is not None
-        record = FindRecord(self._state.next_job(), request, keys, now, request.load_until)
+        job = self._state.next_job()
+        record = FindRecord(job, request, keys, places, now, request.load_until)
         self.finds[record.job] = record
         self._expires_at = min(self._expires_at, record.deadline)
         request.finds.add(record.job)
@@ -336,10 +300,10 @@ class Loads:
             self.progress(record.request, now)
         for record in list(self.line):
             room = self.hold_limit - self.held - self.lent
-            mine = len(record.lent) + len(record.request.held)
+            mine = len(record.lent) + record.request.chunks.num_held
             # What others in the line hold does not come back while they wait, perhaps for this one.
             waiting = {one.request for one in self.line if one.request is not record.request}
-            stuck = sum(len(request.held) for request in waiting)
+            stuck = sum(request.chunks.num_held for request in waiting)
             others = self.held + self.lent - mine - stuck
             late = now >= record.wanted_since + self._load_seconds / PATIENCE
             if room < record.wants and others > self.hold_limit // 4 and not late:
@@ -377,15 +341,13 @@ class Loads:
             # its answer stays what it is, and need not be looked for.
             request.answer_until = min(now + ANSWER_SECONDS, request.wait_until or now)
         alive = not request.ended
-        keys = record.keys
-        status = request.status
         in_time = request.wait_until is not None and now < request.wait_until
         self.progress(request, now)
         record.present += message.present
         if message.loaded:
             self._adopt(record, message, alive and in_time, now)
-        gone = [keys[i] for i in (*message.absent, *message.failed)]
-        status.update(dict.fromkeys(gone, GONE))
+        if message.absent or message.failed:
+            request.chunks.gone(record.places, [*message.absent, *message.failed])
         if message.final:
             self._leave_line(record)
             request.finds.discard(record.job)
@@ -404,34 +366,24 @@ class Loads:
     def _adopt(self, record: FindRecord, message: m.Found, alive: bool, now: float) -> None:
         """Loaded chunks become READY and are held for the request that waits for them."""
         request = record.request
+        chunks = request.chunks
         keys = [record.keys[i] for i in message.loaded]
-        generations = [record.lent.pop(slot) for slot in message.slots]
+        slots = np.array(message.slots, dtype=np.int64)
+        generations = np.array([record.lent.pop(slot) for slot in message.slots], dtype=np.uint32)
         self.lent -= len(keys)
         new = self._index.adopt(
-            np.array(message.slots, dtype=np.int64),
-            np.array(generations, dtype=np.uint32),
-            keys,
-            np.array(message.crcs, dtype=np.uint32),
-            pin=alive,
+            slots, generations, keys, np.array(message.crcs, dtype=np.uint32), pin=alive
         )
-        request.status.update(dict.fromkeys(keys, LOADED))
+        places = record.places[np.array(message.loaded)]
+        chunks.loaded(places)
         request.sources.update(dict.fromkeys(keys, message.tier))
-        if alive and all(new):
-            self._held(keys, message.slots, generations, request, now)
-        elif alive:
-            mine = [i for i, came in enumerate(new) if came]
-            self._held(
-                [keys[i] for i in mine],
-                [message.slots[i] for i in mine],
-                [generations[i] for i in mine],
-                request,
-                now,
-            )
-            # Where the key had come by another way meanwhile, that slot is held instead.
-            others = [key for key in keys if key not in request.held]
-            _, states = self._index.lookup_batch(others)
-            there = [key for key, state in zip(others, states, strict=True) if state == READY]
-            self._hold(there, request, now)
+        if alive:
+            pinned = self._index.held(chunks, places, slots, generations, new)
+            if pinned < len(keys):
+                # Where the key had come by another way meanwhile, that slot is held instead.
+                others = places[~np.array(new)]
+                pinned += self._index.hold(chunks, len(others), others)[0]
+            self._held(pinned, request, now)
         name = self._tiers[message.tier].name
         self._state.recorder.add("kvtier_lookup_chunks_total", len(keys), (name, "hit"))
         self._state.emit("stored", keys, name, "host")
@@ -478,7 +430,8 @@ class Loads:
             record.ended = True
             record.request.finds.discard(record.job)
             self._leave_line(record)
-            record.request.status.update(dict.fromkeys(record.keys, GONE))
+            if not record.stale:
+                record.request.chunks.gone(record.places)
             record.request.news()
         self._give_back(record, message.slots)
         if record.ended and not record.lent:
@@ -519,8 +472,15 @@ class Loads:
 
 def _give_up(record: FindRecord) -> None:
     """What a find has not settled is not to be had."""
-    status = record.request.status
-    for key in record.keys:
-        if status.get(key) == ASKED:
-            status[key] = GONE
+    record.request.chunks.gone(record.places)
     record.request.news()
+
+
+def _first_absent(keys: list[bytes], tiers: Sequence[TierState]) -> int:
+    """Position of the first key that none of these tiers may hold."""
+    before, at = -1, 0
+    while before < at < len(keys):
+        before = at
+        for tier in tiers:
+            at = tier.contents.first_absent(keys, at)
+    return at

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._core.chunks import ASKED, GONE
 from kvtier._core.index import Index, Reservation
-from kvtier._core.slots import READY, WRITING, SlotTable
+from kvtier._core.slots import WRITING, SlotTable
 from kvtier.config import Config
 from kvtier.engine.loads import Loads
-from kvtier.engine.requests import ASKED, GONE, Request
+from kvtier.engine.requests import Request
 from kvtier.engine.state import Emit, State, TierState
 from kvtier.engine.stores import Stores
 from kvtier.engine.verifier import Verifier
@@ -32,6 +33,9 @@ from kvtier.runtime.service import SAMPLES_SECONDS
 from kvtier.types import Geometry, Lookup, RequestContext
 
 log = logging.getLogger(__name__)
+
+_ANSWERS = tuple(Lookup)
+"""By number, without a call."""
 
 SILENCE_SECONDS = 2 * SAMPLES_SECONDS
 """A service that has been asked and is silent for so long hangs: it sends samples if nothing else.
@@ -119,11 +123,12 @@ class Planner:
         """Answer for a key that is not READY in host memory (`state` is the index's)."""
         if request.wait_until is not None and now >= request.wait_until:
             return Lookup.MISS
-        status = request.status.get(key)
+        status = request.chunks.status(key)
         if state == WRITING and status != GONE:
             answer = Lookup.HIT_PENDING
-        elif status is None:
-            if not self.loads.ask(key, request):
+        elif not status:
+            request.chunks.pick_one(key)
+            if not self.loads.ask([key], request):
                 return Lookup.MISS
             answer = Lookup.RETRY
         elif status == ASKED:
@@ -135,72 +140,39 @@ class Planner:
             self.loads.wait(request, now)
         return answer
 
-    def absent_batch(
-        self, keys: Sequence[bytes], states: bytes, start: int, request: Request, now: float
-    ) -> Lookup:
-        """Answer for the keys from `start` on, the first of which is not READY: that of the first
-        one that will come, MISS if none will or all after it are there."""
-        if not request.status and self.loads.asks_all(request):
-            first = self._first_look(keys, states, start, request, now)
-            if first is not None:
-                return first
-        answer = Lookup.MISS
-        ready: list[bytes] = []
-        at = start
-        waits = request.wait_until is not None and now < request.wait_until
-        if waits and request.status.get(keys[start]) == ASKED:
-            answer = Lookup.HIT_PENDING if states[start] else Lookup.RETRY
-            at = _end_of_asked(keys, states, start, request.status)
-            if READY in states[start:at]:
-                ready = [keys[i] for i in range(start, at) if states[i] == READY]
-        for i in range(at, len(keys)):
-            if states[i] == READY:
-                ready.append(keys[i])
-                continue
-            one = self.absent(keys[i], states[i], request, now)
-            if one is Lookup.MISS:
-                break
-            if answer is Lookup.MISS:
-                answer = one
-        if ready:
-            self.hit(ready, request)
+    def look(self, keys: Sequence[bytes], request: Request, now: float) -> tuple[int, Lookup]:
+        """Length of the prefix that is READY in host memory, and the answer for what follows: that
+        of the first one that will come, MISS if none will or all after it are there."""
+        ready, same = self._index.look(keys, request.chunks)
+        if same and request.answered and self._same_again(request, now):
+            return request.answer
+        request.answered = False
+        self._touched[request.context.request_id] = request
+        if ready == len(keys):
+            request.chunks.hit_all()
+            return ready, Lookup.MISS
+        return ready, self._walk(ready, request, now)
+
+    def _walk(self, ready: int, request: Request, now: float) -> Lookup:
+        """The answer for what follows the first `ready` keys of the request's batch."""
+        chunks = request.chunks
+        waits = request.wait_until is None or now < request.wait_until
+        if waits:
+            unknown = chunks.pick()
+            if unknown:
+                self.loads.ask(unknown, request)
+        answer = _ANSWERS[chunks.answer(waits)]
         if answer is not Lookup.MISS:
-            self._note(keys, states, (start, answer), request, now)
+            self.loads.wait(request, now)
+            request.answered, request.answer = True, (ready, answer)
+            if not chunks.holdable or not self.loads.could_hold(request):
+                self.loads.settle(request, now)
         return answer
 
-    def _first_look(
-        self, keys: Sequence[bytes], states: bytes, start: int, request: Request, now: float
-    ) -> Lookup | None:
-        """``absent_batch`` for a request that nothing is known of: all that is absent is asked.
-        None if some of it is known to be in no tier."""
-        rest = keys[start:] if start else keys
-        there = states[start:]
-        absent = [key for key, state in zip(rest, there, strict=True) if not state]
-        if self.loads.ask_all(absent, request) < len(absent):
-            return None
-        if READY in there:
-            ready = [key for key, state in zip(rest, there, strict=True) if state == READY]
-            self.hit(ready, request)
-        self.loads.wait(request, now)
-        answer = Lookup.HIT_PENDING if there[0] == WRITING else Lookup.RETRY
-        self._note(keys, states, (start, answer), request, now)
-        return answer
-
-    def _note(
-        self,
-        keys: Sequence[bytes],
-        states: bytes,
-        answer: tuple[int, Lookup],
-        request: Request,
-        now: float,
-    ) -> None:
-        request.asked, request.states, request.answer = keys[:], states, answer
-        if not request.hits or not self.loads.could_hold(request):
-            self.loads.settle(request, now)
-
-    def same_again(self, states: bytes, request: Request, now: float) -> bool:
-        """Whether the last answer holds for keys in these states, and nothing more can be held."""
-        if states != request.states or request.wait_until is None or now >= request.wait_until:
+    def _same_again(self, request: Request, now: float) -> bool:
+        """Whether the last answer holds, all states being what they were, and nothing more can be
+        held."""
+        if request.wait_until is None or now >= request.wait_until:
             return False
         if request.answer_until:
             self.loads.settle(request, now)  # all is held already
@@ -240,7 +212,7 @@ class Planner:
         """Chunks are in host memory; they go to the tiers at the next flush."""
         return self.stores.commit(keys, self.requests.get(context.request_id))
 
-    def finish(self, context: RequestContext, used: Mapping[bytes, int] | None = None) -> None:
+    def finish(self, context: RequestContext, used: dict[bytes, int] | None = None) -> None:
         """The request has ended: touch what it used, suffix before prefix, and forget it."""
         request = self.requests.pop(context.request_id, None)
         if request is None:
@@ -250,31 +222,24 @@ class Planner:
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
         if used is None:
-            keys = list(request.used)
-            places = list(map(context.positions.get, keys, repeat(-1)))
+            keys, positions = list(chain.from_iterable(request.used)), context.positions
         else:
-            keys, places = list(used), list(used.values())
-        self._index.touch(_in_order(keys, places))
+            keys, positions = list(used), used
+        self._index.touch(keys, positions)
 
     def _count(self, request: Request) -> None:
         """Host hits and misses of the keys looked up in this step, each once a request."""
-        counted = request.counted
-        before = len(counted)
-        # First those that were not there: later they may be, promoted.
-        if len(request.status) != request.counted_absent:
-            request.counted_absent = len(request.status)
-            counted.update(request.status)
-        misses = len(counted) - before
-        if counted:
-            counted.update(request.hits)
-        elif request.hits:
-            counted = request.counted = set(request.hits)
-        hits = len(counted) - before - misses
-        request.hits.clear()
+        self._note_hits(request)
+        hits, misses = request.chunks.count()
         if hits:
             self._recorder.add("kvtier_lookup_chunks_total", hits, ("host", "hit"))
         if misses:
             self._recorder.add("kvtier_lookup_chunks_total", misses, ("host", "miss"))
+
+    def _note_hits(self, request: Request) -> None:
+        if request.hits:
+            self._index.note(request.hits, request.chunks)
+            request.hits.clear()
 
     def take(self, message: m.ToOwner, now: float) -> None:
         """An answer of the service."""
@@ -340,6 +305,7 @@ class Planner:
         self.loads.expire(self.requests.values(), now)
         for request in self._touched.values():
             if request.wait_until is not None and now < request.wait_until:
+                self._note_hits(request)
                 self.loads.hold_hits(request, now)
             self._count(request)
         self._touched.clear()
@@ -447,7 +413,7 @@ class Planner:
     def check(self) -> None:
         """Compare the accounts with what they are of; InternalError where they differ."""
         loads = self.loads
-        held = sum(len(request.held) for request in self.requests.values())
+        held = sum(request.chunks.num_held for request in self.requests.values())
         if held != loads.held:
             raise InternalError(f"{held} chunks are held, {loads.held} counted")
         lent = sum(len(find.lent) for find in loads.finds.values() if not find.stale)
@@ -467,22 +433,3 @@ class Planner:
                 raise InternalError(
                     f"{tier.name}: {handed} chunks are handed over, {tier.handed_over} counted"
                 )
-
-
-def _end_of_asked(
-    keys: Sequence[bytes], states: bytes, start: int, status: Mapping[bytes, int]
-) -> int:
-    """Position of the first key from `start` on that is neither READY nor asked for. All keys at
-    once: a prompt that waits is looked at again and again."""
-    known = bytes(map(status.get, keys[start:], repeat(0)))
-    there = np.frombuffer(states, np.uint8)[start:]
-    others = np.flatnonzero((np.frombuffer(known, np.uint8) != ASKED) & (there != READY))
-    return start + int(others[0]) if len(others) else len(keys)
-
-
-def _in_order(keys: list[bytes], places: list[int]) -> list[bytes]:
-    """The keys by position, where all are known (not -1); else in the order of their first use."""
-    # Mostly they are in order already, and comparing numbers costs less than sorting keys.
-    if -1 in places or places == sorted(places):
-        return keys
-    return [keys[i] for i in sorted(range(len(keys)), key=places.__getitem__)]

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
+from kvtier._core.chunks import RequestChunks
 from kvtier.types import Lookup, RequestContext
 
-ASKED, GONE, LOADED = 1, 2, 3
-"""Of a key that was not in host memory: nobody knows yet; a tier has it; not to be had; it came."""
+USED_KEYS = 4096
+"""Keys that a request may use before they are looked through for the first time."""
 
 
 class Request:
@@ -17,21 +19,17 @@ class Request:
     __slots__ = (
         "answer",
         "answer_until",
-        "asked",
+        "answered",
+        "chunks",
         "context",
-        "counted",
-        "counted_absent",
         "ended",
         "finds",
-        "fresh",
-        "held",
         "hits",
         "hold_until",
         "load_until",
+        "more_used",
         "number",
         "sources",
-        "states",
-        "status",
         "tiers",
         "used",
         "verified",
@@ -45,20 +43,15 @@ class Request:
         """Rises from request to request: the older one is served first."""
         self.tiers = tiers
         """Tiers it may load from, in order."""
-        self.status: dict[bytes, int] = {}
-        """Every key that was once not in host memory."""
-        self.fresh: list[bytes] = []
-        """Keys to ask the tiers about at the end of this step."""
+        self.chunks = RequestChunks()
+        """What is known of every key that it asked for."""
         self.hits: list[bytes] = []
-        """Keys answered HIT since the end of the last step."""
-        self.held: dict[bytes, tuple[int, int]] = {}
-        """Pinned until the request loads them, ends, or `hold_until`: slot and generation."""
-        self.asked: Sequence[bytes] | None = None
-        """Keys of the last batch of which some will come; None when there was news since."""
-        self.states = b""
-        """Their states in host memory then."""
+        """Keys answered HIT one by one since the end of the last step."""
+        self.answered = False
+        """Whether `answer` was said of the batch asked last, some of which will come, and there was
+        no news since."""
         self.answer = (0, Lookup.RETRY)
-        """What was said of them; the same as long as the states are."""
+        """The same as long as the states in host memory are."""
         self.answer_until = 0.0
         """Until then it may be said again without a look: everything it calls ready is held."""
         self.hold_until = 0.0
@@ -66,12 +59,10 @@ class Request:
         """When its lookups become misses, unless there is news before. None: it never waited."""
         self.load_until = 0.0
         """When they do so in any case."""
-        self.used: Collection[bytes] = ()
-        """Keys it loaded or stored, in first-use order."""
-        self.counted: set[bytes] = set()
-        """Keys whose hit or miss in host memory is in the metrics already."""
-        self.counted_absent = 0
-        """Size of `status` when it was counted last."""
+        self.used: list[Sequence[bytes]] = []
+        """Keys it loaded, stored or touched, call by call."""
+        self.more_used = USED_KEYS
+        """So many more keys until those that stand twice are looked for."""
         self.verified: set[bytes] = set()
         """Keys whose bytes in host memory have been compared with their checksum for it."""
         self.ended = False
@@ -84,26 +75,26 @@ class Request:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Note keys that it loads or stores; their first use counts."""
-        if not self.used:
-            self.used = tuple(keys)  # mostly all that there is
-            return
-        if not isinstance(self.used, dict):
-            self.used = dict.fromkeys(self.used)
-        self.used.update(dict.fromkeys(keys))
+        self.used.append(tuple(keys))
+        self.more_used -= len(keys)
+        if self.more_used < 0:
+            # A request that uses the same keys again and again stays as small as they are.
+            unique = tuple(dict.fromkeys(chain.from_iterable(self.used)))
+            self.used = [unique]
+            self.more_used = len(unique) + USED_KEYS
 
     def news(self) -> None:
         """Something has changed for it: its next lookup looks again."""
-        self.asked = None
+        self.answered = False
         self.answer_until = 0.0
 
     def forget(self) -> None:
         """A reset: nothing of what it knows of chunks is true any more."""
         self.news()
-        self.status.clear()
-        self.counted_absent = 0
-        self.fresh.clear()
+        self.chunks.clear()
         self.hits.clear()
         self.finds.clear()
-        self.used = ()
+        self.used = []
+        self.more_used = USED_KEYS
         self.sources.clear()
         self.verified.clear()

@@ -8,6 +8,9 @@ reset: they only wait for their slots.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.engine.requests import Request
 
 
@@ -21,6 +24,7 @@ class FindRecord:
         "job",
         "keys",
         "lent",
+        "places",
         "present",
         "request",
         "stale",
@@ -30,11 +34,19 @@ class FindRecord:
     )
 
     def __init__(
-        self, job: int, request: Request, keys: list[bytes], started: float, deadline: float
+        self,
+        job: int,
+        request: Request,
+        keys: list[bytes],
+        places: npt.NDArray[np.int64],
+        started: float,
+        deadline: float,
     ) -> None:
         self.job = job
         self.request = request
         self.keys = keys
+        self.places = places
+        """Of the keys among the request's chunks."""
         self.started = started
         self.deadline = deadline
         self.lent: dict[int, int] = {}

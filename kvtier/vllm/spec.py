@@ -184,6 +184,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         """Create the region, or join it, and sign with this rank."""
         config = self.config
         vllm_config = get_current_vllm_config()
+        areas = None
+        if config.parallel.pp_size > 1:
+            # First: a stage that finds something to refuse must not leave the others waiting.
+            areas = stage_areas(local_areas(config, kv_caches))
         windows = tuple(
             window_chunks(
                 vllm_config,
@@ -192,9 +196,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             )
             for group in config.groups
         )
-        areas = None
-        if config.parallel.pp_size > 1:
-            areas = stage_areas(local_areas(config, kv_caches))
         last_states = frozenset(
             group.group_id
             for group in config.groups

@@ -183,16 +183,16 @@ def test_refused_chunks_are_offered_again_a_part_a_step(monkeypatch: pytest.Monk
         assert not state.retries
 
 
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one each time a waiting prompt is walked."""
-    walked: list[bytes] = []
-    walk = Planner.absent_batch
+    walked: list[int] = []
+    walk = Planner._walk
 
-    def noted(self: Planner, names: Sequence[bytes], states: bytes, *rest: Any) -> Lookup:
-        walked.append(states)
-        return walk(self, names, states, *rest)
+    def noted(self: Planner, ready: int, *rest: Any) -> Lookup:
+        walked.append(ready)
+        return walk(self, ready, *rest)
 
-    monkeypatch.setattr(Planner, "absent_batch", noted)
+    monkeypatch.setattr(Planner, "_walk", noted)
     return walked
 
 

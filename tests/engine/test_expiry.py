@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from kvtier._core.chunks import ASKED, GONE
 from kvtier.config import parse
 from kvtier.engine.engine import Engine
 from kvtier.engine.loads import HOLD_SECONDS
-from kvtier.engine.requests import ASKED, GONE
 from kvtier.host.region import Region
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
@@ -208,11 +208,11 @@ def test_a_find_without_an_end_is_given_up_at_its_deadline() -> None:
         # A tier has it, and nothing more is heard.
         one.notes.answers.append(found(find.job, present=1))
         one.after(0.0)
-        assert request.status[key(3)] == ASKED
+        assert request.chunks.status(key(3)) == ASKED
         one.after(LOAD_SECONDS - 0.1)
-        assert request.status[key(3)] == ASKED
+        assert request.chunks.status(key(3)) == ASKED
         one.after(0.2)
-        assert request.status[key(3)] == GONE
+        assert request.chunks.status(key(3)) == GONE
         assert one.engine.lookup(key(3), context) is Lookup.MISS
         # News that come too late must not have others wait for its slots.
         one.notes.answers.append(found(find.job, present=1))
