@@ -18,6 +18,7 @@ from kvtier.engine.aio import Cache
 from kvtier.engine.contents import Contents
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.testing.faults import Script
+from kvtier.types import RequestContext
 from tests.engine.rig import key, keys, payload, scripted
 from tests.loops import Run
 
@@ -276,6 +277,93 @@ def test_wrong_use_says_what_to_type(run: Run) -> None:
                 await cache.load(keys(1), [bytearray(1)])
             whole(cache)
             assert bytes((await cache.load(keys(1)))[0]) == good
+
+    run(main())
+
+
+def test_time_is_up_while_a_chunk_that_was_ready_has_gone(run: Run) -> None:
+    """The answer of a load that waits is older than the chunks: its last look is a new one."""
+
+    async def main() -> None:
+        script = Script("tier")
+        # One slot may be held or lent, and the first load takes it.
+        settings = config(3, tiers=[scripted(script)], hold_bytes=CHUNK, lookup_timeout_seconds=9.0)
+        async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
+            await cache.store(chunks(1))
+            assert await cache.flush()
+            script.gates["exists"].close()
+            first = asyncio.ensure_future(cache.load(keys(2, 3)))
+            await asyncio.sleep(0.01)
+            second = asyncio.ensure_future(cache.load(keys(1, 4), timeout_seconds=0.03))
+            await asyncio.sleep(0.005)
+            # Nothing wakes the second before its time is up.
+            other = RequestContext("other")
+            assert len(cache.engine.reserve(keys(5, 6), other).keys) == 2
+            assert not cache.engine.holds(key(1))
+            assert await second == []
+            cache.engine.abort(keys(5, 6), other)
+            cache.engine.finish_request(other)
+            script.gates["exists"].open()
+            await first
+            whole(cache)
+
+    run(main())
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_request_id_that_no_message_can_carry_is_refused(run: Run, isolation: str) -> None:
+    """It took the messages of the whole step with it: pins that nobody gave back."""
+
+    async def main() -> None:
+        settings = config(4, tiers=[{"type": "example"}], isolation=isolation)
+        async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
+            for bad in ("\udc80", b"bytes", 7):
+                name: Any = bad
+                with pytest.raises(ConfigError, match="request_id is text"):
+                    await cache.store(chunks(1), request_id=name)
+                with pytest.raises(ConfigError, match="request_id is text"):
+                    await cache.load(keys(2), request_id=name)
+            await cache.store(chunks(1), request_id="grüße")
+            assert await cache.flush(5.0)
+            whole(cache)
+
+    run(main())
+
+
+def test_the_keys_are_those_of_the_call(run: Run) -> None:
+    """A scheduler that uses its list again changes nothing of a load that waits."""
+
+    async def main() -> None:
+        script = Script("tier")
+        async with kvtier.open(config(4, tiers=[scripted(script)]), chunk_bytes=CHUNK) as cache:
+            await cache.store(chunks(1))
+            script.gates["exists"].close()
+            names = keys(1, 2)
+            load = asyncio.ensure_future(cache.load(names))
+            await asyncio.sleep(0.01)
+            names[:] = keys(3, 4)
+            script.gates["exists"].open()
+            assert [bytes(view) for view in await load] == list(chunks(1).values())
+            assert await cache.load(name for name in keys(1)) != []
+            whole(cache)
+
+    run(main())
+
+
+def test_a_wrong_time_is_refused_and_closes_nothing_by_half(run: Run) -> None:
+    async def main() -> None:
+        async with kvtier.open(config(tiers=[{"type": "example"}]), chunk_bytes=CHUNK) as cache:
+            for bad in ("1", None, float("nan")):
+                seconds: Any = bad
+                calls = [cache.aclose(seconds), cache.flush(seconds)]
+                if bad is not None:
+                    calls += [cache.load(keys(9), timeout_seconds=seconds)]
+                    calls += [cache.exists(keys(9), timeout_seconds=seconds)]
+                for call in calls:
+                    with pytest.raises(ConfigError, match=r"_seconds is a number of seconds, got"):
+                        await call
+            await cache.store(chunks(1))
+            whole(cache)
 
     run(main())
 
