@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -441,6 +443,33 @@ def test_closing_that_is_cancelled_closes_all_the_same(run: Run) -> None:
             with pytest.raises(ClosedError):
                 cache.engine.poll()
             script.gates["store"].open()
+
+    run(main())
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_closed_cache_that_somebody_keeps_keeps_no_memory(run: Run, isolation: str) -> None:
+    """``async with ... as cache`` leaves the name behind, and the next one needs the room."""
+
+    async def main() -> None:
+        directory = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex}"
+        directory.mkdir()
+        try:
+            settings = config(tiers=[{"type": "example"}], isolation=isolation)
+            settings["directory"] = str(directory)
+            async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
+                await cache.store(chunks(1, 2))
+                assert await cache.load(keys(1))
+                assert await cache.flush()
+            gc.collect()  # a service in a thread leaves circles behind
+            assert str(directory) not in Path("/proc/self/maps").read_text()
+            # Its numbers can be read all the same.
+            assert cache.stats().host_hits == 1
+            assert b'kvtier_host_slots{state="ready"} 2.0' in cache.metrics()
+            with pytest.raises(ClosedError):
+                cache.engine.holds(key(1))
+        finally:
+            directory.rmdir()
 
     run(main())
 
