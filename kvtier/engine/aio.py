@@ -459,6 +459,26 @@ def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
+def _plain_geometry(chunk_bytes: int | Sequence[int] | None, capacity_bytes: int) -> Geometry:
+    """One block a chunk, and nothing known of what is in it."""
+    if chunk_bytes is None:
+        raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
+    sizes: list[Any] = [chunk_bytes]
+    if isinstance(chunk_bytes, Sequence) and not isinstance(chunk_bytes, str | bytes):
+        sizes = list(chunk_bytes)
+    for size in sizes or [None]:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(
+                f"chunk_bytes is a whole number of at least 1, or one for each group, "
+                f"got {chunk_bytes!r:.80}"
+            )
+    groups = [GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes]
+    try:
+        return make_geometry(groups, capacity_bytes)
+    except ValueError as exc:
+        raise ConfigError(f"capacity_bytes: {exc}") from exc
+
+
 async def open_cache(config: Config, geometry: Geometry, namespace: Mapping[str, str]) -> Cache:
     """Open an engine without blocking the loop, and the cache over it."""
     loop = asyncio.get_running_loop()
@@ -506,19 +526,16 @@ async def open(
     """
     if isinstance(config, Mapping):
         config = parse(config)
-    elif not isinstance(config, Config):
+    elif isinstance(config, str | os.PathLike):
         config = load(Path(config))
+    elif not isinstance(config, Config):
+        raise ConfigError(f"config is a mapping or the path of a YAML file, got {config!r:.80}")
     if geometry is None:
-        if chunk_bytes is None:
-            raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
-        sizes = [chunk_bytes] if isinstance(chunk_bytes, int) else list(chunk_bytes)
-        groups = [
-            GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes
-        ]
-        try:
-            geometry = make_geometry(groups, config.capacity_bytes)
-        except ValueError as exc:
-            raise ConfigError(f"capacity_bytes: {exc}") from exc
+        geometry = _plain_geometry(chunk_bytes, config.capacity_bytes)
+    elif not isinstance(geometry, Geometry):
+        raise ConfigError(f"geometry is a kvtier.Geometry, got {geometry!r:.80}")
+    if not isinstance(namespace, Mapping | None):
+        raise ConfigError(f"namespace is a mapping of text to text, got {namespace!r:.80}")
     cache = await open_cache(config, geometry, namespace or {})
     try:
         yield cache

@@ -29,7 +29,7 @@ from kvtier.engine.state import tier_states
 from kvtier.engine.supervisor import Supervisor, make_carrier
 from kvtier.errors import ClosedError, TierLostError
 from kvtier.host.cache import HostCache
-from kvtier.host.region import Region, sweep
+from kvtier.host.region import Region
 from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch, with_epoch
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
@@ -506,7 +506,6 @@ def open_engine(
     ------
     ConfigError
     """
-    sweep(config.directory)
     if not namespace and not config.namespace and config.tiers:
         log.warning(
             "no namespace given: chunks of equal keys and sizes are taken for equal, whichever "

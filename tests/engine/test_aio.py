@@ -254,6 +254,32 @@ def test_wrong_use_says_what_to_type(run: Run) -> None:
         with pytest.raises(ConfigError, match=r"capacity_bytes: .*give at least"):
             async with kvtier.open({"capacity_bytes": 100}, chunk_bytes=CHUNK):
                 raise AssertionError("it opened")
+        bad: Any
+        for bad in (0, -1, True, 4096.0, "4KiB", b"4", [], [0], [1, "a"], [CHUNK, None]):
+            with pytest.raises(ConfigError, match="chunk_bytes is a whole number of at least 1"):
+                async with kvtier.open(config(), chunk_bytes=bad):
+                    raise AssertionError("it opened")
+        with pytest.raises(
+            ConfigError, match=r"capacity_bytes: .* chunks: there may be 2147483647"
+        ):
+            async with kvtier.open({"capacity_bytes": "1PiB"}, chunk_bytes=CHUNK):
+                raise AssertionError("it opened")
+        for bad in (None, 5, [], b"/kvtier.yaml"):
+            with pytest.raises(ConfigError, match="config is a mapping or the path of a YAML"):
+                async with kvtier.open(bad, chunk_bytes=CHUNK):
+                    raise AssertionError("it opened")
+        bad = object()
+        with pytest.raises(ConfigError, match=r"geometry is a kvtier\.Geometry, got"):
+            async with kvtier.open(config(), geometry=bad):
+                raise AssertionError("it opened")
+        for bad in ("model", [1], {1: "a"}, {"model": 5}):
+            with pytest.raises(ConfigError, match=r"namespace .*is .*text"):
+                async with kvtier.open(config(), chunk_bytes=CHUNK, namespace=bad):
+                    raise AssertionError("it opened")
+        for directory in ("/nowhere", __file__):
+            with pytest.raises(ConfigError, match=r"cannot make a region in .*; give a directory"):
+                async with kvtier.open(config(directory=directory), chunk_bytes=CHUNK):
+                    raise AssertionError("it opened")
         async with kvtier.open(config(), chunk_bytes=[CHUNK, 2 * CHUNK]) as cache:
             good = payload(key(1))
             for wrong in ({key(1): good[:-1]}, {key(1): b""}, {key(1, 1): good}):
