@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvtier.config import Config, TierConfig
@@ -107,7 +107,7 @@ class Lane:
         ConfigError
             The operator has to change something.
         """
-        call = await self._call(self.tier.open(), deadline)
+        call = await self._call(_awaited(self.tier.open), deadline)
         if call.error is None and not call.late:
             self._is_open = True
             return ""
@@ -143,7 +143,9 @@ class Lane:
             await asyncio.wait({settled})
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30.0)
-            call = await self._call(self.tier.open(), self._clock() + REOPEN_TIMEOUT_SECONDS)
+            call = await self._call(
+                _awaited(self.tier.open), self._clock() + REOPEN_TIMEOUT_SECONDS
+            )
             settled = call.settled
             if call.error is not None or call.late:
                 cause = "its self-test did not end in time" if call.late else str(call.error)
@@ -172,7 +174,9 @@ class Lane:
             # Not opened while it is being closed.
             self._reopener.cancel()
             await asyncio.wait({self._reopener}, timeout=GRACE_SECONDS)
-        call = await self._call(self.tier.aclose(deadline), deadline + CLOSE_GRACE_SECONDS)
+        call = await self._call(
+            _awaited(self.tier.aclose, deadline), deadline + CLOSE_GRACE_SECONDS
+        )
         self._tasks.cancel()
         left = await self._tasks.wait(GRACE_SECONDS)
         if call.late or left:
@@ -216,7 +220,7 @@ class Lane:
         if refused is not None:
             return refused
         started = self._clock()
-        call = await self._call(self.tier.exists(keys, ctx), ctx.deadline, stop)
+        call = await self._call(_awaited(self.tier.exists, keys, ctx), ctx.deadline, stop)
         outcome = self._judge(call, self._read, stop)
         self._recorder.observe("kvtier_lookup_seconds", self._clock() - started, (self.tier.name,))
         if outcome is not Outcome.DONE:
@@ -247,7 +251,7 @@ class Lane:
         self._loads_done.clear()
         started = self._clock()
         try:
-            call = await self._call(self.tier.load(items, ctx), ctx.deadline, stop)
+            call = await self._call(_awaited(self.tier.load, items, ctx), ctx.deadline, stop)
         finally:
             self._loads -= 1
             if not self._loads:
@@ -289,7 +293,7 @@ class Lane:
                     raise
             self._lister.stored(len(batch))
             started = self._clock()
-            call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
+            call = await self._call(_awaited(self.tier.store, batch, ctx), ctx.deadline, stop)
             if not call.settled.done():
                 self._lister.hangs([item.key for item in batch], call.settled)
             outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
@@ -306,7 +310,7 @@ class Lane:
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Tell the tier that its copies of `keys` are corrupt."""
-        call = await self._call(self.tier.forget(keys), self._clock() + 5.0)
+        call = await self._call(_awaited(self.tier.forget, keys), self._clock() + 5.0)
         if call.error is not None:
             log.warning("tier %s could not forget corrupt chunks: %s", self.tier.name, call.error)
 
@@ -476,6 +480,12 @@ class Call(Generic[T]):
     def result(self) -> T:
         """What the call returned; only without `error`."""
         return self._task.result()
+
+
+async def _awaited(method: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """A tier may be anybody's: a method that lacks its ``async``, and so raises or returns before
+    there is anything to wait for, fails like any other call."""
+    return await method(*args)
 
 
 def _done() -> asyncio.Future[None]:

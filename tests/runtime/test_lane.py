@@ -304,6 +304,38 @@ def test_a_tier_that_answers_nonsense(run: Run, bench: Bench, answer: Any) -> No
     run(main())
 
 
+def test_a_tier_whose_methods_lack_their_async(run: Run, bench: Bench) -> None:
+    """What they raise or return at once is a failure of that tier, counted like any other."""
+
+    class Sync(ScriptedTier):
+        def exists(self, names: Any, ctx: Any) -> Any:
+            return [Presence.PRESENT] * len(names)
+
+        def load(self, items: Any, ctx: Any) -> Any:
+            raise ZeroDivisionError
+
+        def store(self, items: Any, ctx: Any) -> Any:
+            return [Outcome.DONE] * len(items)
+
+        def forget(self, names: Any) -> Any:
+            return None
+
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = await opened(bench.lane(script, kind=Sync, breaker={"failures": 2}))
+        target = bench.memory.slot(key(1), 0, 0)
+        assert await lane.exists(keys(1), context(), never()) is Outcome.INTERNAL
+        assert (await lane.load([target], context(), never()))[0] == [Outcome.INTERNAL]
+        assert (await lane.load([target], context(), never()))[0] == [Outcome.DROPPED]
+        assert (await lane.store([target], context(), never()))[0] == [Outcome.INTERNAL]
+        await lane.forget(keys(1))
+        assert bench.value("kvtier_chunks_total", "tier", "store", "internal") == 1
+        await closed(lane)
+
+    run(main())
+
+
 def test_plain_integers_are_outcomes(run: Run, bench: Bench) -> None:
     class Plain(ScriptedTier):
         async def exists(self, names: Any, ctx: Any) -> Any:
