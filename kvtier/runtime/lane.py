@@ -90,6 +90,9 @@ class Lane:
         self._lister = Lister(index, tier, self._tasks, self._post_contents)
         self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
+        self._load_failed = False
+        """The last of the reads that failed was a load: presence alone proves nothing then."""
+        self._lookup_seconds = config.lookup_timeout_seconds
         self._loads = 0
         self._loads_done = asyncio.Event()
         self._loads_done.set()
@@ -221,7 +224,7 @@ class Lane:
             return refused
         started = self._clock()
         call = await self._call(_awaited(self.tier.exists, keys, ctx), ctx.deadline, stop)
-        outcome = self._judge(call, self._read, stop)
+        outcome = self._judge(call, self._read, stop, started)
         self._recorder.observe("kvtier_lookup_seconds", self._clock() - started, (self.tier.name,))
         if outcome is not Outcome.DONE:
             self._count("exists", outcome, len(keys))
@@ -340,16 +343,26 @@ class Lane:
             return Call(task, late=True)
         return Call(task, late=False)
 
-    def _judge(self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]) -> Outcome:
+    def _judge(
+        self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None], started: float
+    ) -> Outcome:
         """Outcome of a call as a whole, told to the breaker."""
         if call.late:
+            if stop.done() and breaker is self._read and self._in_vain(started):
+                self._failed(breaker, "no answer before its request gave up")
+                return Outcome.TIMEOUT
             if stop.done():
                 breaker.inconclusive()
                 return Outcome.CANCELLED
             self._failed(breaker, "no answer before the deadline")
             return Outcome.TIMEOUT
         if call.error is None:
-            self._succeeded(breaker)
+            if breaker is self._read and self._load_failed:
+                # A disk whose directories can be read while its files cannot: whether it is well
+                # again only the next load tells.
+                breaker.inconclusive()
+            else:
+                self._succeeded(breaker)
             return Outcome.DONE
         if isinstance(call.error, asyncio.CancelledError):
             breaker.inconclusive()
@@ -362,6 +375,13 @@ class Lane:
         log.error("tier %s raised", self.tier.name, exc_info=call.error)
         return Outcome.INTERNAL
 
+    def _in_vain(self, started: float) -> bool:
+        """Whether a call that was stopped had all the time for which a lookup waits.
+
+        Most requests end a call that hangs long before its own deadline.
+        """
+        return self._clock() - started >= self._lookup_seconds
+
     def _outcomes(
         self,
         call: Call[list[Outcome]],
@@ -373,7 +393,8 @@ class Lane:
     ) -> list[Outcome]:
         seconds = self._clock() - started
         if call.late or call.error is not None:
-            outcome = self._judge(call, breaker, stop)
+            outcome = self._judge(call, breaker, stop, started)
+            self._load_failed |= operation == "load" and outcome.failed
             self._count(operation, outcome, len(items))
             return [outcome] * len(items)
         try:
@@ -388,6 +409,7 @@ class Lane:
                 raise ValueError(f"it loaded {len(bad)} chunks without their checksum")
         except (TypeError, ValueError) as exc:
             log.error("tier %s: %s of %d chunks: %s", self.tier.name, operation, len(items), exc)
+            self._load_failed |= operation == "load"
             self._failed(breaker, "it returned something else than an outcome for each chunk")
             self._count(operation, Outcome.INTERNAL, len(items))
             return [Outcome.INTERNAL] * len(items)
@@ -408,8 +430,10 @@ class Lane:
         self._recorder.observe("kvtier_transfer_seconds", seconds, (name, operation))
         self._recorder.add("kvtier_transfer_bytes_total", moved_bytes, (name, operation))
         if succeeded:
+            self._load_failed &= operation != "load"
             self._succeeded(breaker)
         elif failure is not None:
+            self._load_failed |= operation == "load"
             self._failed(breaker, failure.name.lower())
         else:
             breaker.inconclusive()
