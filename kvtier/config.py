@@ -23,6 +23,7 @@ from kvtier.options import (
     Bytes,
     Count,
     CountOrZero,
+    Directory,
     Port,
     Ratio,
     Seconds,
@@ -145,7 +146,7 @@ class Config(msgspec.Struct, frozen=True):
     """Host memory for chunks, over all ranks."""
     policy: Literal["lru", "arc"] = "lru"
     """Eviction policy of host memory."""
-    directory: Word = "/dev/shm"
+    directory: Directory = "/dev/shm"
     """Where the region's file lives; memory, not a disk."""
     tiers: tuple[TierConfig, ...] = ()
     """Secondary tiers, in the order in which they are asked."""

@@ -71,8 +71,9 @@ def namespace_digest(fields: Mapping[str, str]) -> bytes:
         If a name or value is no text, or a field whose name ends in ``dtype`` is unresolved.
     """
     hashed = hashlib.sha256(DIGEST_TAG)
+    encoded = {name: (_utf8(name, name), _utf8(name, value)) for name, value in fields.items()}
     for name, value in sorted(fields.items()):
-        for text in (_utf8(name, name), _utf8(name, value)):
+        for text in encoded[name]:
             hashed.update(len(text).to_bytes(4, "big"))
             hashed.update(text)
         if name.endswith("dtype") and value.strip().lower() in _UNRESOLVED:

@@ -30,6 +30,8 @@ Bytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES, extra={_MARK: "bytes"})]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9, extra={_MARK: "seconds"})]
 """A time above zero."""
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=1e9, extra={_MARK: "seconds"})]
+Directory = Annotated[str, msgspec.Meta(min_length=1, extra={_MARK: "directory"})]
+"""Path of a directory."""
 Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A share, above 0 and at most 1."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -305,6 +307,10 @@ def _plain(kind: Any, value: object, path: str) -> Any:
             raise ConfigError(
                 f"{path}: {value!r}: variables are expanded in secrets only; write the value"
             )
+        if "\0" in value or any("\ud800" <= one <= "\udfff" for one in value):
+            raise ConfigError(f"{path}: {value!r:.80} has a character that no file or message can")
+        if _mark(kind) == "directory" and value.startswith("~"):
+            raise ConfigError(f"{path}: {value!r:.80}: ~ is not expanded; write the whole path")
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as exc:

@@ -29,6 +29,7 @@ from kvtier.options import (
     nearest,
     parse_bytes,
 )
+from kvtier.tiers.fs.options import FsOptions
 
 MINIMAL = {"capacity_bytes": "1GiB"}
 FULL: dict[str, Any] = {
@@ -232,6 +233,23 @@ def test_values_out_of_range_say_what_fits() -> None:
     assert "keys are text" in refused({**MINIMAL, "namespace": {1: "a"}})
     assert "keys are text" in refused({**MINIMAL, 1: 2})
     assert "keys are text" in refused({**MINIMAL, "tiers": [{"type": "fs", 1: 2}]})
+
+
+@pytest.mark.fault("U02")
+@pytest.mark.parametrize("bad", ["/a\0b", "/\udc80"], ids=repr)
+def test_text_that_no_file_or_message_can_have_is_refused(bad: str) -> None:
+    """It failed later: in the tier's self-test, which kept trying, or in a message to a process."""
+    for data in ({"directory": bad}, {"namespace": {"a": bad}}, {"events": {"topic": bad}}):
+        assert "has a character that no file or message can" in refused({**MINIMAL, **data})
+    assert "no file or message" in _option_error({"root_dir": bad})
+
+
+def test_a_home_directory_is_written_out() -> None:
+    """Nobody expands it: a directory of that very name was made."""
+    with pytest.raises(ConfigError, match=r"root_dir: '~/kv': ~ is not expanded; write the whole"):
+        decode_options(FsOptions, {"root_dir": "~/kv"}, "tiers[0]")
+    assert "directory: '~': ~ is not expanded" in refused({**MINIMAL, "directory": "~"})
+    assert parse({**MINIMAL, "model_fingerprint": "~1"}).model_fingerprint == "~1"
 
 
 def _option_error(data: object) -> str:

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
     arguments = parse_arguments(argv)
     try:
         settings = make_settings(arguments)
+        report.prepare(settings.output)
     except ConfigError as exc:
         print(f"python -m kvtier.bench: {exc}", file=sys.stderr)
         return EXIT_USAGE

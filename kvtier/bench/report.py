@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import importlib.util
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvtier.bench.costs import CostModel
 from kvtier.bench.results import Clause, Report, Run
 from kvtier.bench.settings import Settings
 from kvtier.bench.tierdir import MEMORY_FILE_SYSTEMS
+from kvtier.errors import ConfigError
 
 OVERHEAD_WARNING = 0.10
 
@@ -221,6 +223,23 @@ def _model(report: Report) -> list[tuple[str, str]]:
         ),
         ("tier directory", f"{report.tier_directory} on {report.tier_file_system}"),
     ]
+
+
+def prepare(directory: Path) -> None:
+    """Make the directory of the report, before there is a run whose report could be lost.
+
+    Raises
+    ------
+    ConfigError
+        If nothing can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as exc:
+        raise ConfigError(
+            f"--output {directory}: {exc.strerror}; name a directory that can be written to"
+        ) from exc
 
 
 def write(report: Report, directory: Path) -> list[Path]:

@@ -29,6 +29,9 @@ MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 NOT_USED = "not used"
 """In the place of a file system where no strategy has files."""
 SWEEP_SECONDS = 1.0
+
+DAMAGE_SECONDS = 0.02
+"""Between two looks for new files where they are to be damaged: nothing is measured then."""
 SAMPLED_FILES = 16
 CHUNK_SUFFIXES = (".kv", ".bin")
 """kvtier's files, and those of vLLM's own tier."""
@@ -195,7 +198,8 @@ class TierDirectory:
             os.close(fd)
 
     def _run(self) -> None:
-        while not self._stop.wait(SWEEP_SECONDS):
+        # Damage has to be there before a chunk is read back, also in a point of half a second.
+        while not self._stop.wait(SWEEP_SECONDS if self._damage is None else DAMAGE_SECONDS):
             self.sweep()
 
     def _sample(self, fd: int) -> None:

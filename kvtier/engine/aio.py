@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
+import numbers
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -163,7 +165,7 @@ class Cache:
 
     async def load(
         self,
-        keys: Sequence[bytes],
+        keys: Iterable[bytes],
         into: Sequence[Buffer] | None = None,
         *,
         request_id: str | None = None,
@@ -173,7 +175,7 @@ class Cache:
 
         Parameters
         ----------
-        keys : sequence of bytes
+        keys : iterable of bytes
             In prefix order.
         into : sequence of writable buffers, optional
             Where to; new memory by default.
@@ -188,8 +190,7 @@ class Cache:
             Verified against the checksum that was taken when the chunk left host memory, if it has.
         """
         self._check_open()
-        for key in keys:
-            self._check_key(key)
+        keys = self._checked(keys)
         targets = None
         if into is not None:
             if len(into) != len(keys):
@@ -200,7 +201,7 @@ class Cache:
             ]
         with self._call(request_id) as context:
             ready = await self._await_ready(keys, context, timeout_seconds)
-            found = list(keys[:ready])
+            found = keys[:ready]
             slots, generations = self._engine.pin(found, context)
             try:
                 lengths = [self._payload_bytes[key_group(key)] for key in found]
@@ -217,11 +218,10 @@ class Cache:
                 self._engine.unpin(slots, generations, context)
             return targets[:ready]
 
-    async def exists(self, keys: Sequence[bytes], *, timeout_seconds: float | None = None) -> int:
+    async def exists(self, keys: Iterable[bytes], *, timeout_seconds: float | None = None) -> int:
         """Length of the prefix of `keys` that can be loaded; brings it into host memory."""
         self._check_open()
-        for key in keys:
-            self._check_key(key)
+        keys = self._checked(keys)
         with self._call(None) as context:
             return await self._await_ready(keys, context, timeout_seconds)
 
@@ -231,6 +231,7 @@ class Cache:
         Brings ``stats`` up to date with the tiers, too. False if the time was too short.
         """
         self._check_open()
+        _check_seconds("timeout_seconds", timeout_seconds)
         with self._call(None), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while not self._engine.idle:
@@ -269,6 +270,10 @@ class Cache:
     @contextlib.contextmanager
     def _call(self, request_id: str | None) -> Iterator[RequestContext]:
         """A call under way: ``aclose`` waits for its end before it takes the engine away."""
+        # Messages to a tier service in a process are UTF-8: one that cannot be written would take
+        # those of all other calls in the same step with it.
+        if request_id is not None and not (isinstance(request_id, str) and _is_utf8(request_id)):
+            raise ConfigError(f"request_id is text, got {request_id!r:.80}")
         # A number makes it unique: two calls may name the same request.
         context = RequestContext(f"{request_id or 'call'}#{next(self._requests)}")
         self._calls += 1
@@ -287,6 +292,13 @@ class Cache:
             raise ClosedError("the cache is closed")
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError("a cache belongs to the event loop that opened it")
+
+    def _checked(self, keys: Iterable[bytes]) -> list[bytes]:
+        """`keys` in a list of our own, which the caller cannot change while we wait."""
+        keys = list(keys)
+        for key in keys:
+            self._check_key(key)
+        return keys
 
     def _check_key(self, key: object) -> None:
         if not isinstance(key, bytes) or not GROUP_BYTES < len(key) <= MAX_KEY_BYTES:
@@ -319,8 +331,10 @@ class Cache:
         return view
 
     async def _await_ready(
-        self, keys: Sequence[bytes], context: RequestContext, timeout_seconds: float | None
+        self, keys: list[bytes], context: RequestContext, timeout_seconds: float | None
     ) -> int:
+        if timeout_seconds is not None:
+            _check_seconds("timeout_seconds", timeout_seconds)
         ready, answer = 0, Lookup.RETRY
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
@@ -331,7 +345,11 @@ class Cache:
                     self._step()
                     await self._news()
         if answer is not Lookup.MISS:
-            ready, _ = self._engine.lookup_batch(keys, context)
+            # Its time is up. The batch's answer may be 50 ms old: what it calls ready and could not
+            # hold may have been evicted since. One by one all are looked at anew.
+            ready = 0
+            while ready < len(keys) and self._engine.lookup(keys[ready], context) is Lookup.HIT:
+                ready += 1
         return ready
 
     def _step(self) -> None:
@@ -390,6 +408,8 @@ class Cache:
         nobody uses them. Another call waits for the same end.
         """
         if self._closed is None:
+            # Before anything is closed: an end that fails would leave service and file behind.
+            _check_seconds("deadline_seconds", deadline_seconds)
             self._closing = True
             self._closed = self._loop.create_task(
                 self._close(deadline_seconds), name="kvtier-close"
@@ -403,6 +423,19 @@ class Cache:
         self._engine.on_message(None)
         # Closing waits for the service, so it does not do so on the loop.
         await self._loop.run_in_executor(None, self._engine.close, deadline_seconds)
+
+
+def _check_seconds(name: str, seconds: object) -> None:
+    if not isinstance(seconds, numbers.Real) or math.isnan(seconds):
+        raise ConfigError(f"{name} is a number of seconds, got {seconds!r:.80}")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def _to_the_end(future: asyncio.Future[T]) -> T:
@@ -424,6 +457,26 @@ def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
     for target, source in copies:
         # numpy releases the GIL while it copies, slicing a memoryview does not.
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _plain_geometry(chunk_bytes: int | Sequence[int] | None, capacity_bytes: int) -> Geometry:
+    """One block a chunk, and nothing known of what is in it."""
+    if chunk_bytes is None:
+        raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
+    sizes: list[Any] = [chunk_bytes]
+    if isinstance(chunk_bytes, Sequence) and not isinstance(chunk_bytes, str | bytes):
+        sizes = list(chunk_bytes)
+    for size in sizes or [None]:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(
+                f"chunk_bytes is a whole number of at least 1, or one for each group, "
+                f"got {chunk_bytes!r:.80}"
+            )
+    groups = [GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes]
+    try:
+        return make_geometry(groups, capacity_bytes)
+    except ValueError as exc:
+        raise ConfigError(f"capacity_bytes: {exc}") from exc
 
 
 async def open_cache(config: Config, geometry: Geometry, namespace: Mapping[str, str]) -> Cache:
@@ -473,19 +526,16 @@ async def open(
     """
     if isinstance(config, Mapping):
         config = parse(config)
-    elif not isinstance(config, Config):
+    elif isinstance(config, str | os.PathLike):
         config = load(Path(config))
+    elif not isinstance(config, Config):
+        raise ConfigError(f"config is a mapping or the path of a YAML file, got {config!r:.80}")
     if geometry is None:
-        if chunk_bytes is None:
-            raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
-        sizes = [chunk_bytes] if isinstance(chunk_bytes, int) else list(chunk_bytes)
-        groups = [
-            GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes
-        ]
-        try:
-            geometry = make_geometry(groups, config.capacity_bytes)
-        except ValueError as exc:
-            raise ConfigError(f"capacity_bytes: {exc}") from exc
+        geometry = _plain_geometry(chunk_bytes, config.capacity_bytes)
+    elif not isinstance(geometry, Geometry):
+        raise ConfigError(f"geometry is a kvtier.Geometry, got {geometry!r:.80}")
+    if not isinstance(namespace, Mapping | None):
+        raise ConfigError(f"namespace is a mapping of text to text, got {namespace!r:.80}")
     cache = await open_cache(config, geometry, namespace or {})
     try:
         yield cache

@@ -22,14 +22,14 @@ import numpy.typing as npt
 from kvtier._core.index import Reservation
 from kvtier._core.slots import READY
 from kvtier.config import Config
-from kvtier.engine.forked import OPEN_ENGINES, Forked
+from kvtier.engine.forked import FORKED, OPEN_ENGINES, Gone
 from kvtier.engine.outlets import EngineStats, Outlets
 from kvtier.engine.planner import Planner
 from kvtier.engine.state import tier_states
 from kvtier.engine.supervisor import Supervisor, make_carrier
 from kvtier.errors import ClosedError, TierLostError
 from kvtier.host.cache import HostCache
-from kvtier.host.region import Region, sweep
+from kvtier.host.region import Region
 from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch, with_epoch
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
@@ -115,6 +115,7 @@ class Engine:
         self._polled = False
         self._growing = True  # some slots do not have memory yet
         self._closed = False
+        self._has_let_go = False
         self._now = clock()
         self._metrics_at = 0.0
         self.resources: m.Resources | None = None
@@ -153,7 +154,7 @@ class Engine:
 
     def disown(self) -> None:
         """In a forked child: every later call raises ClosedError."""
-        forked: Any = Forked()
+        forked: Any = Gone(FORKED)
         self._closed = True
         self._index = self._planner = forked
         self._lookup = forked.refuse
@@ -178,9 +179,19 @@ class Engine:
                 error = self._supervisor.close(self._clock() + deadline_seconds)
             if self._own_region:
                 self.region.close()
+                self._let_go()
             self._outlets.close()
         if error:
             raise TierLostError(error)
+
+    def _let_go(self) -> None:
+        """Of the memory: whoever still holds the engine, for its counters, holds no slots."""
+        self._outlets.publish(self._index, self._planner)
+        gone: Any = Gone("the engine is closed")
+        self.cache = self._index = self._planner = gone
+        self._lookup = gone.refuse
+        self._supervisor = None
+        self._has_let_go = True
 
     def _save_unsaved(self) -> None:
         seconds = self.config.flush_on_shutdown_seconds
@@ -435,7 +446,8 @@ class Engine:
 
     def publish_metrics(self) -> None:
         """Bring the registry up to date. ``end_step`` does it twice a second."""
-        self._outlets.publish(self._index, self._planner)
+        if not self._has_let_go:
+            self._outlets.publish(self._index, self._planner)
 
     def stats(self) -> EngineStats:
         """Counters since the start."""
@@ -484,7 +496,6 @@ def open_engine(
     ------
     ConfigError
     """
-    sweep(config.directory)
     if not namespace and not config.namespace and config.tiers:
         log.warning(
             "no namespace given: chunks of equal keys and sizes are taken for equal, whichever "

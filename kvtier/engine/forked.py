@@ -46,15 +46,27 @@ OPEN_ENGINES = OpenEngines()
 # State of a whole process: a hook cannot be taken back, so that one for each engine would pile up.
 
 
-class Forked:
-    """Stands for index and planner in a forked child."""
+FORKED = (
+    "the engine was opened before this process was forked, and its memory is the parent's: "
+    "open one of your own"
+)
+
+
+class Gone:
+    """Stands for index and planner of an engine that has no memory any more.
+
+    Parameters
+    ----------
+    why : str
+        What every call comes to.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def __getattr__(self, name: str) -> Any:
         self.refuse()
 
     def refuse(self, *args: object) -> NoReturn:
-        """What every call comes to."""
-        raise ClosedError(
-            "the engine was opened before this process was forked, and its memory is the parent's: "
-            "open one of your own"
-        )
+        """ClosedError."""
+        raise ClosedError(self._why)

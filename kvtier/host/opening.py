@@ -33,7 +33,8 @@ def sweep_or_refuse(directory: str) -> None:
     try:
         files.sweep(directory)
     except OSError as exc:
-        raise ConfigError(f"cannot make a region in {directory}: {exc.strerror}") from exc
+        hint = "give a directory on tmpfs, such as /dev/shm"
+        raise ConfigError(f"cannot make a region in {directory}: {exc.strerror}; {hint}") from exc
 
 
 def build(

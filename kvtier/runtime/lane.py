@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvtier.config import Config, TierConfig
@@ -90,6 +90,9 @@ class Lane:
         self._lister = Lister(index, tier, self._tasks, self._post_contents)
         self._read = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
+        self._load_failed = False
+        """The last of the reads that failed was a load: presence alone proves nothing then."""
+        self._lookup_seconds = config.lookup_timeout_seconds
         self._loads = 0
         self._loads_done = asyncio.Event()
         self._loads_done.set()
@@ -107,7 +110,7 @@ class Lane:
         ConfigError
             The operator has to change something.
         """
-        call = await self._call(self.tier.open(), deadline)
+        call = await self._call(_awaited(self.tier.open), deadline)
         if call.error is None and not call.late:
             self._is_open = True
             return ""
@@ -143,7 +146,9 @@ class Lane:
             await asyncio.wait({settled})
             await asyncio.sleep(pause)
             pause = min(2 * pause, 30.0)
-            call = await self._call(self.tier.open(), self._clock() + REOPEN_TIMEOUT_SECONDS)
+            call = await self._call(
+                _awaited(self.tier.open), self._clock() + REOPEN_TIMEOUT_SECONDS
+            )
             settled = call.settled
             if call.error is not None or call.late:
                 cause = "its self-test did not end in time" if call.late else str(call.error)
@@ -172,7 +177,9 @@ class Lane:
             # Not opened while it is being closed.
             self._reopener.cancel()
             await asyncio.wait({self._reopener}, timeout=GRACE_SECONDS)
-        call = await self._call(self.tier.aclose(deadline), deadline + CLOSE_GRACE_SECONDS)
+        call = await self._call(
+            _awaited(self.tier.aclose, deadline), deadline + CLOSE_GRACE_SECONDS
+        )
         self._tasks.cancel()
         left = await self._tasks.wait(GRACE_SECONDS)
         if call.late or left:
@@ -216,8 +223,8 @@ class Lane:
         if refused is not None:
             return refused
         started = self._clock()
-        call = await self._call(self.tier.exists(keys, ctx), ctx.deadline, stop)
-        outcome = self._judge(call, self._read, stop)
+        call = await self._call(_awaited(self.tier.exists, keys, ctx), ctx.deadline, stop)
+        outcome = self._judge(call, self._read, stop, started)
         self._recorder.observe("kvtier_lookup_seconds", self._clock() - started, (self.tier.name,))
         if outcome is not Outcome.DONE:
             self._count("exists", outcome, len(keys))
@@ -247,7 +254,7 @@ class Lane:
         self._loads_done.clear()
         started = self._clock()
         try:
-            call = await self._call(self.tier.load(items, ctx), ctx.deadline, stop)
+            call = await self._call(_awaited(self.tier.load, items, ctx), ctx.deadline, stop)
         finally:
             self._loads -= 1
             if not self._loads:
@@ -289,7 +296,7 @@ class Lane:
                     raise
             self._lister.stored(len(batch))
             started = self._clock()
-            call = await self._call(self.tier.store(batch, ctx), ctx.deadline, stop)
+            call = await self._call(_awaited(self.tier.store, batch, ctx), ctx.deadline, stop)
             if not call.settled.done():
                 self._lister.hangs([item.key for item in batch], call.settled)
             outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
@@ -306,7 +313,7 @@ class Lane:
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Tell the tier that its copies of `keys` are corrupt."""
-        call = await self._call(self.tier.forget(keys), self._clock() + 5.0)
+        call = await self._call(_awaited(self.tier.forget, keys), self._clock() + 5.0)
         if call.error is not None:
             log.warning("tier %s could not forget corrupt chunks: %s", self.tier.name, call.error)
 
@@ -336,16 +343,26 @@ class Lane:
             return Call(task, late=True)
         return Call(task, late=False)
 
-    def _judge(self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None]) -> Outcome:
+    def _judge(
+        self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None], started: float
+    ) -> Outcome:
         """Outcome of a call as a whole, told to the breaker."""
         if call.late:
+            if stop.done() and breaker is self._read and self._in_vain(started):
+                self._failed(breaker, "no answer before its request gave up")
+                return Outcome.TIMEOUT
             if stop.done():
                 breaker.inconclusive()
                 return Outcome.CANCELLED
             self._failed(breaker, "no answer before the deadline")
             return Outcome.TIMEOUT
         if call.error is None:
-            self._succeeded(breaker)
+            if breaker is self._read and self._load_failed:
+                # A disk whose directories can be read while its files cannot: whether it is well
+                # again only the next load tells.
+                breaker.inconclusive()
+            else:
+                self._succeeded(breaker)
             return Outcome.DONE
         if isinstance(call.error, asyncio.CancelledError):
             breaker.inconclusive()
@@ -358,6 +375,13 @@ class Lane:
         log.error("tier %s raised", self.tier.name, exc_info=call.error)
         return Outcome.INTERNAL
 
+    def _in_vain(self, started: float) -> bool:
+        """Whether a call that was stopped had all the time for which a lookup waits.
+
+        Most requests end a call that hangs long before its own deadline.
+        """
+        return self._clock() - started >= self._lookup_seconds
+
     def _outcomes(
         self,
         call: Call[list[Outcome]],
@@ -369,7 +393,8 @@ class Lane:
     ) -> list[Outcome]:
         seconds = self._clock() - started
         if call.late or call.error is not None:
-            outcome = self._judge(call, breaker, stop)
+            outcome = self._judge(call, breaker, stop, started)
+            self._load_failed |= operation == "load" and outcome.failed
             self._count(operation, outcome, len(items))
             return [outcome] * len(items)
         try:
@@ -384,6 +409,7 @@ class Lane:
                 raise ValueError(f"it loaded {len(bad)} chunks without their checksum")
         except (TypeError, ValueError) as exc:
             log.error("tier %s: %s of %d chunks: %s", self.tier.name, operation, len(items), exc)
+            self._load_failed |= operation == "load"
             self._failed(breaker, "it returned something else than an outcome for each chunk")
             self._count(operation, Outcome.INTERNAL, len(items))
             return [Outcome.INTERNAL] * len(items)
@@ -404,8 +430,10 @@ class Lane:
         self._recorder.observe("kvtier_transfer_seconds", seconds, (name, operation))
         self._recorder.add("kvtier_transfer_bytes_total", moved_bytes, (name, operation))
         if succeeded:
+            self._load_failed &= operation != "load"
             self._succeeded(breaker)
         elif failure is not None:
+            self._load_failed |= operation == "load"
             self._failed(breaker, failure.name.lower())
         else:
             breaker.inconclusive()
@@ -476,6 +504,12 @@ class Call(Generic[T]):
     def result(self) -> T:
         """What the call returned; only without `error`."""
         return self._task.result()
+
+
+async def _awaited(method: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """A tier may be anybody's: a method that lacks its ``async``, and so raises or returns before
+    there is anything to wait for, fails like any other call."""
+    return await method(*args)
 
 
 def _done() -> asyncio.Future[None]:

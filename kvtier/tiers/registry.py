@@ -8,9 +8,12 @@ through ``module_path``. Owns no state.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from kvtier.config import COMMON_KEYS, TierConfig
 from kvtier.errors import ConfigError
@@ -63,7 +66,22 @@ def load_class(config: TierConfig) -> type[Any]:
             f"tier {config.name}: {module_path}.{name} is neither a kvtier Tier nor has it the "
             f"methods lookup, submit_store, submit_load and get_finished_jobs"
         )
+    if issubclass(kind, Tier):
+        _check_native(kind, config.name)
     return kind
+
+
+def _check_native(kind: type[Tier], name: str) -> None:
+    """What a tier of kvtier's own interface lacks is named before one is made."""
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"tier {name}: {kind.__name__} does not define {missing}")
+    options_type = getattr(kind, "options_type", None)
+    if not (isinstance(options_type, type) and issubclass(options_type, msgspec.Struct)):
+        raise ConfigError(
+            f"tier {name}: {kind.__name__}.options_type is to be a msgspec.Struct with the tier's "
+            f"keys in the configuration, got {options_type!r:.80}"
+        )
 
 
 def tier_class(config: TierConfig) -> type[Tier]:

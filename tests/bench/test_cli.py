@@ -58,6 +58,8 @@ def read(directory: Path) -> Report:
         (["--calibration", "/none"], "calibration file"),
         (["--tier-dir", "/dev/shm"], "--allow-tmpfs"),
         (["--tier-dir", "/none"], "no directory"),
+        (["--conversations", "1", "--output", __file__], "name a directory that can be written"),
+        (["--conversations", "1", "--output", "/proc"], "name a directory that can be written"),
         (["--output-tokens", "5000"], "--output-tokens"),
         (["--strategies", "stock"], "--engine standin has no strategy 'stock'"),
         (["--model", "x"], "--model says nothing to --engine standin"),

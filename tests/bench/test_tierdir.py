@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,30 @@ def test_cached_pages_are_seen_and_dropped() -> None:
     assert not directory.path.exists()
 
 
-def test_each_new_chunk_is_offered_for_damage_once(tmp_path: Path) -> None:
+def test_damage_does_not_wait_for_the_sweeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A point of half a second read all its files back before the first one was damaged."""
+    monkeypatch.setattr(tierdir, "SWEEP_SECONDS", 3600.0)
+    damaged = threading.Event()
+
+    def damage(path: Path, number: int) -> bool:
+        damaged.set()
+        return True
+
+    directory = tierdir.TierDirectory(tmp_path, damage)
+    directory.open()
+    try:
+        (directory.path / "chunk.kv").write_bytes(b"payload")
+        assert damaged.wait(10.0)
+    finally:
+        directory.close()
+
+
+def test_each_new_chunk_is_offered_for_damage_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tierdir, "DAMAGE_SECONDS", 3600.0)  # the sweeps are the test's own
     offered: list[tuple[str, int]] = []
 
     def damage(path: Path, number: int) -> bool:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from kvtier.engine.aio import Cache
 from kvtier.engine.contents import Contents
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.testing.faults import Script
+from kvtier.types import RequestContext
 from tests.engine.rig import key, keys, payload, scripted
 from tests.loops import Run
 
@@ -251,6 +254,32 @@ def test_wrong_use_says_what_to_type(run: Run) -> None:
         with pytest.raises(ConfigError, match=r"capacity_bytes: .*give at least"):
             async with kvtier.open({"capacity_bytes": 100}, chunk_bytes=CHUNK):
                 raise AssertionError("it opened")
+        bad: Any
+        for bad in (0, -1, True, 4096.0, "4KiB", b"4", [], [0], [1, "a"], [CHUNK, None]):
+            with pytest.raises(ConfigError, match="chunk_bytes is a whole number of at least 1"):
+                async with kvtier.open(config(), chunk_bytes=bad):
+                    raise AssertionError("it opened")
+        with pytest.raises(
+            ConfigError, match=r"capacity_bytes: .* chunks: there may be 2147483647"
+        ):
+            async with kvtier.open({"capacity_bytes": "1PiB"}, chunk_bytes=CHUNK):
+                raise AssertionError("it opened")
+        for bad in (None, 5, [], b"/kvtier.yaml"):
+            with pytest.raises(ConfigError, match="config is a mapping or the path of a YAML"):
+                async with kvtier.open(bad, chunk_bytes=CHUNK):
+                    raise AssertionError("it opened")
+        bad = object()
+        with pytest.raises(ConfigError, match=r"geometry is a kvtier\.Geometry, got"):
+            async with kvtier.open(config(), geometry=bad):
+                raise AssertionError("it opened")
+        for bad in ("model", [1], {1: "a"}, {"model": 5}):
+            with pytest.raises(ConfigError, match=r"namespace .*is .*text"):
+                async with kvtier.open(config(), chunk_bytes=CHUNK, namespace=bad):
+                    raise AssertionError("it opened")
+        for directory in ("/nowhere", __file__):
+            with pytest.raises(ConfigError, match=r"cannot make a region in .*; give a directory"):
+                async with kvtier.open(config(directory=directory), chunk_bytes=CHUNK):
+                    raise AssertionError("it opened")
         async with kvtier.open(config(), chunk_bytes=[CHUNK, 2 * CHUNK]) as cache:
             good = payload(key(1))
             for wrong in ({key(1): good[:-1]}, {key(1): b""}, {key(1, 1): good}):
@@ -276,6 +305,93 @@ def test_wrong_use_says_what_to_type(run: Run) -> None:
                 await cache.load(keys(1), [bytearray(1)])
             whole(cache)
             assert bytes((await cache.load(keys(1)))[0]) == good
+
+    run(main())
+
+
+def test_time_is_up_while_a_chunk_that_was_ready_has_gone(run: Run) -> None:
+    """The answer of a load that waits is older than the chunks: its last look is a new one."""
+
+    async def main() -> None:
+        script = Script("tier")
+        # One slot may be held or lent, and the first load takes it.
+        settings = config(3, tiers=[scripted(script)], hold_bytes=CHUNK, lookup_timeout_seconds=9.0)
+        async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
+            await cache.store(chunks(1))
+            assert await cache.flush()
+            script.gates["exists"].close()
+            first = asyncio.ensure_future(cache.load(keys(2, 3)))
+            await asyncio.sleep(0.01)
+            second = asyncio.ensure_future(cache.load(keys(1, 4), timeout_seconds=0.03))
+            await asyncio.sleep(0.005)
+            # Nothing wakes the second before its time is up.
+            other = RequestContext("other")
+            assert len(cache.engine.reserve(keys(5, 6), other).keys) == 2
+            assert not cache.engine.holds(key(1))
+            assert await second == []
+            cache.engine.abort(keys(5, 6), other)
+            cache.engine.finish_request(other)
+            script.gates["exists"].open()
+            await first
+            whole(cache)
+
+    run(main())
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_request_id_that_no_message_can_carry_is_refused(run: Run, isolation: str) -> None:
+    """It took the messages of the whole step with it: pins that nobody gave back."""
+
+    async def main() -> None:
+        settings = config(4, tiers=[{"type": "example"}], isolation=isolation)
+        async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
+            for bad in ("\udc80", b"bytes", 7):
+                name: Any = bad
+                with pytest.raises(ConfigError, match="request_id is text"):
+                    await cache.store(chunks(1), request_id=name)
+                with pytest.raises(ConfigError, match="request_id is text"):
+                    await cache.load(keys(2), request_id=name)
+            await cache.store(chunks(1), request_id="grüße")
+            assert await cache.flush(5.0)
+            whole(cache)
+
+    run(main())
+
+
+def test_the_keys_are_those_of_the_call(run: Run) -> None:
+    """A scheduler that uses its list again changes nothing of a load that waits."""
+
+    async def main() -> None:
+        script = Script("tier")
+        async with kvtier.open(config(4, tiers=[scripted(script)]), chunk_bytes=CHUNK) as cache:
+            await cache.store(chunks(1))
+            script.gates["exists"].close()
+            names = keys(1, 2)
+            load = asyncio.ensure_future(cache.load(names))
+            await asyncio.sleep(0.01)
+            names[:] = keys(3, 4)
+            script.gates["exists"].open()
+            assert [bytes(view) for view in await load] == list(chunks(1).values())
+            assert await cache.load(name for name in keys(1)) != []
+            whole(cache)
+
+    run(main())
+
+
+def test_a_wrong_time_is_refused_and_closes_nothing_by_half(run: Run) -> None:
+    async def main() -> None:
+        async with kvtier.open(config(tiers=[{"type": "example"}]), chunk_bytes=CHUNK) as cache:
+            for bad in ("1", None, float("nan")):
+                seconds: Any = bad
+                calls = [cache.aclose(seconds), cache.flush(seconds)]
+                if bad is not None:
+                    calls += [cache.load(keys(9), timeout_seconds=seconds)]
+                    calls += [cache.exists(keys(9), timeout_seconds=seconds)]
+                for call in calls:
+                    with pytest.raises(ConfigError, match=r"_seconds is a number of seconds, got"):
+                        await call
+            await cache.store(chunks(1))
+            whole(cache)
 
     run(main())
 
@@ -353,6 +469,33 @@ def test_closing_that_is_cancelled_closes_all_the_same(run: Run) -> None:
             with pytest.raises(ClosedError):
                 cache.engine.poll()
             script.gates["store"].open()
+
+    run(main())
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_closed_cache_that_somebody_keeps_keeps_no_memory(run: Run, isolation: str) -> None:
+    """``async with ... as cache`` leaves the name behind, and the next one needs the room."""
+
+    async def main() -> None:
+        directory = Path("/dev/shm") / f"kvtier-test-{uuid.uuid4().hex}"
+        directory.mkdir()
+        try:
+            settings = config(tiers=[{"type": "example"}], isolation=isolation)
+            settings["directory"] = str(directory)
+            async with kvtier.open(settings, chunk_bytes=CHUNK) as cache:
+                await cache.store(chunks(1, 2))
+                assert await cache.load(keys(1))
+                assert await cache.flush()
+            gc.collect()  # a service in a thread leaves circles behind
+            assert str(directory) not in Path("/proc/self/maps").read_text()
+            # Its numbers can be read all the same.
+            assert cache.stats().host_hits == 1
+            assert b'kvtier_host_slots{state="ready"} 2.0' in cache.metrics()
+            with pytest.raises(ClosedError):
+                cache.engine.holds(key(1))
+        finally:
+            directory.rmdir()
 
     run(main())
 

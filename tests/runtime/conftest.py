@@ -39,8 +39,14 @@ class Bench:
     def lane(self, script: Script, index: int = 0, **more: Any) -> Lane:
         breaker = more.pop("breaker", {"failures": 2, "open_seconds": 0.05})
         kind = more.pop("kind", ScriptedTier)
+        lookup_seconds = more.pop("lookup_timeout_seconds", 1.0)
         config = parse(
-            {"capacity_bytes": 8 * CHUNK, "breaker": breaker, "tiers": [scripted(script, **more)]}
+            {
+                "capacity_bytes": 8 * CHUNK,
+                "breaker": breaker,
+                "lookup_timeout_seconds": lookup_seconds,
+                "tiers": [scripted(script, **more)],
+            }
         )
         env = TierEnv(
             geometry=self.region.geometry,

@@ -155,6 +155,71 @@ def test_stop_ends_a_call_without_blame(run: Run, bench: Bench, operation: str) 
     run(main())
 
 
+@pytest.mark.parametrize("operation", ["exists", "load"])
+def test_a_call_that_its_request_waited_for_in_vain_has_failed(
+    run: Run, bench: Bench, operation: str
+) -> None:
+    """Requests give a tier that hangs up long before the deadline of its calls."""
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = bench.lane(script, breaker={"failures": 1}, lookup_timeout_seconds=0.05)
+        await opened(lane)
+        script.gates[operation].close()
+        stop = never()
+        slots = await items(bench, 1)
+        if operation == "exists":
+            task = asyncio.ensure_future(lane.exists(keys(1), context(), stop))
+        else:
+            task = asyncio.ensure_future(lane.load(slots, context(), stop))
+        await waiting(script, operation)
+        await asyncio.sleep(0.06)
+        stop.set_result(None)
+        answer: Any = await task
+        assert answer is Outcome.TIMEOUT or answer[0] == [Outcome.TIMEOUT]
+        assert bench.value("kvtier_chunks_total", "tier", operation, "timeout") == 1
+        assert bench.health[-1][1] is False
+        script.gates[operation].open()
+        await closed(lane)
+
+    run(main())
+
+
+@pytest.mark.parametrize("raises", [OSError, None])
+def test_presence_does_not_hide_that_every_load_fails(
+    run: Run, bench: Bench, raises: type[Exception] | None
+) -> None:
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = bench.lane(script, breaker={"failures": 3, "open_seconds": 0.05})
+        await opened(lane)
+        slots = await items(bench, 1)
+        assert (await lane.store(slots, context(), never()))[0] == [Outcome.DONE]
+        if raises is not None:
+            script.raises["load"] = raises("gone")
+        else:
+            script.always["load"] = Outcome.IO
+        for _ in range(3):
+            assert bench.health == []
+            assert await lane.exists(keys(1), context(), never()) == [Presence.PRESENT]
+            assert (await lane.load(slots, context(), never()))[0] == [Outcome.IO]
+        assert bench.health[-1][:3] == (0, False, True)
+        assert await lane.exists(keys(1), context(), never()) is Outcome.DROPPED
+        # The load is the trial, however often presence is told before.
+        script.raises.clear()
+        script.always.clear()
+        await until(lambda: bench.health[-1][:3] == (0, True, True))
+        for _ in range(2):
+            assert await lane.exists(keys(1), context(), never()) == [Presence.PRESENT]
+            assert bench.value("kvtier_breaker_state", "tier") == 2
+        assert (await lane.load(slots, context(), never()))[0] == [Outcome.DONE]
+        assert bench.value("kvtier_breaker_state", "tier") == 0
+        await closed(lane)
+
+    run(main())
+
+
 @pytest.mark.parametrize("operation", ["exists", "load", "store"])
 def test_cancelled_caller_leaves_nothing(run: Run, bench: Bench, operation: str) -> None:
     """Whoever waits for a call may be cancelled: the call ends with the lane at the latest."""
@@ -299,6 +364,38 @@ def test_a_tier_that_answers_nonsense(run: Run, bench: Bench, answer: Any) -> No
         assert await lane.exists(keys(1), context(), never()) is Outcome.INTERNAL
         assert (await lane.load([target], context(), never()))[0] == [Outcome.INTERNAL]
         assert (await lane.store([target], context(), never()))[0] == [Outcome.INTERNAL]
+        await closed(lane)
+
+    run(main())
+
+
+def test_a_tier_whose_methods_lack_their_async(run: Run, bench: Bench) -> None:
+    """What they raise or return at once is a failure of that tier, counted like any other."""
+
+    class Sync(ScriptedTier):
+        def exists(self, names: Any, ctx: Any) -> Any:
+            return [Presence.PRESENT] * len(names)
+
+        def load(self, items: Any, ctx: Any) -> Any:
+            raise ZeroDivisionError
+
+        def store(self, items: Any, ctx: Any) -> Any:
+            return [Outcome.DONE] * len(items)
+
+        def forget(self, names: Any) -> Any:
+            return None
+
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = await opened(bench.lane(script, kind=Sync, breaker={"failures": 2}))
+        target = bench.memory.slot(key(1), 0, 0)
+        assert await lane.exists(keys(1), context(), never()) is Outcome.INTERNAL
+        assert (await lane.load([target], context(), never()))[0] == [Outcome.INTERNAL]
+        assert (await lane.load([target], context(), never()))[0] == [Outcome.DROPPED]
+        assert (await lane.store([target], context(), never()))[0] == [Outcome.INTERNAL]
+        await lane.forget(keys(1))
+        assert bench.value("kvtier_chunks_total", "tier", "store", "internal") == 1
         await closed(lane)
 
     run(main())

@@ -22,6 +22,8 @@ from tests.engine.rig import rig
 
 OWN = {"type": "DictionaryTier", "module_path": "examples.own_tier"}
 
+BROKEN = {"module_path": "tests.tiers.broken_classes"}
+
 
 def config(**tier: Any) -> TierConfig:
     return parse({"capacity_bytes": "1GiB", "tiers": [{"type": "example"}, tier]}).tiers[1]
@@ -60,6 +62,9 @@ def test_the_classes() -> None:
         (OWN | {"module_path": "examples.nowhere"}, ["cannot import", "examples.nowhere"]),
         (OWN | {"module_path": ".relative"}, ["cannot import", ".relative"]),
         (OWN | {"module_path": "tests.tiers.broken_module"}, ["ZeroDivisionError"]),
+        (BROKEN | {"type": "WithoutOptions"}, ["options_type is to be a msgspec.Struct", "None"]),
+        (BROKEN | {"type": "WrongOptions"}, ["options_type is to be a msgspec.Struct", "dict"]),
+        (BROKEN | {"type": "HalfATier"}, ["does not define aclose, load"]),
         ({"type": "example", "capacty_bytes": 5}, ["tiers[1].capacty_bytes", "'capacity_bytes'"]),
         (
             {"type": "example", "timeout_second": 5},

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvtier.options import Bytes, Ratio
+from kvtier.options import Bytes, Directory, Ratio
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
@@ -39,7 +39,7 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
         If values do not fit together.
     """
 
-    root_dir: str
+    root_dir: Directory
     """Directory of all namespaces; made when it is not there. May be shared by many instances."""
     read_threads: Threads = 32
     """Loads at the same time. Small files need depth: 32 readers of 64 KiB are half again as fast
