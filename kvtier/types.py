@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvtier._core.slots import MAX_SLOTS
+
 MAX_KEY_BYTES = 40
 """Longest key: a 36-byte content hash and the group index."""
 
@@ -167,7 +169,7 @@ def make_geometry(groups: Sequence[GroupGeometry], capacity_bytes: int) -> Geome
     Raises
     ------
     ValueError
-        If not even one slot fits; the message names the minimum.
+        If not even one slot fits, or more than a region can have; the message names the bound.
     """
     largest = max(group.payload_bytes for group in groups)
     slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
@@ -176,6 +178,11 @@ def make_geometry(groups: Sequence[GroupGeometry], capacity_bytes: int) -> Geome
         raise ValueError(
             f"host memory of {capacity_bytes} bytes holds no chunk: "
             f"one takes {slot_bytes} bytes, give at least that much"
+        )
+    if num_slots > MAX_SLOTS:
+        raise ValueError(
+            f"host memory of {capacity_bytes} bytes holds {num_slots} chunks of {slot_bytes}, and "
+            f"a region has at most {MAX_SLOTS}: give at most {MAX_SLOTS * slot_bytes} bytes"
         )
     return Geometry(groups=tuple(groups), num_slots=num_slots, slot_bytes=slot_bytes)
 

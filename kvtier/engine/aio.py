@@ -479,6 +479,8 @@ async def open(
         if chunk_bytes is None:
             raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
         sizes = [chunk_bytes] if isinstance(chunk_bytes, int) else list(chunk_bytes)
+        if not sizes or min(sizes) < 1:
+            raise ConfigError(f"chunk_bytes: {chunk_bytes} is no size of a chunk")
         groups = [
             GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes
         ]

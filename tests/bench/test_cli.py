@@ -59,6 +59,8 @@ def read(directory: Path) -> Report:
         (["--tier-dir", "/dev/shm"], "--allow-tmpfs"),
         (["--tier-dir", "/none"], "no directory"),
         (["--output-tokens", "5000"], "--output-tokens"),
+        (["--output", "/proc/none"], "--output /proc/none: No such file"),
+        (["--output", "/proc/version"], "--output /proc/version: File exists"),
         (["--strategies", "stock"], "--engine standin has no strategy 'stock'"),
         (["--model", "x"], "--model says nothing to --engine standin"),
         (["--engine", "vllm"], "needs --model DIR"),
