@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store chunks, load them again: ``python examples/library.py [DIRECTORY]``."""
+"""Store chunks, load them again: ``python examples/library.py [DIRECTORY]``.
+
+With kvtier installed, or in a checkout that is built with ``PYTHONPATH=.`` before it.
+"""
 
 import asyncio
 import sys

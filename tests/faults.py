@@ -185,7 +185,6 @@ FAULTS: Mapping[str, str] = {
 
 REASONS: Mapping[str, str] = {
     "C27": "There is no network client: no tier opens connections.",
-    "E16": "No memory is registered with a device yet; the steps that reserve it are of that kind.",
     "F11": "No extended attributes are used: checksums stand in the files.",
     "H11": "kvtier makes no collective calls.",
     "L19": "Pipes are not given to an event loop.",

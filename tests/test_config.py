@@ -517,7 +517,10 @@ def test_capacities_around_one_chunk() -> None:
         with pytest.raises(ValueError, match="8192"):
             make_geometry([group], config.capacity_bytes)
     assert make_geometry([group], parse({"capacity_bytes": 8192}).capacity_bytes).num_slots == 1
-    assert parse({"capacity_bytes": 10**18}).capacity_bytes == 10**18
+    config = parse({"capacity_bytes": 10**18})
+    with pytest.raises(ValueError, match="give at most 17592186036224 bytes"):
+        make_geometry([group], config.capacity_bytes)
+    assert make_geometry([group], 17592186036224).num_slots == 2**31 - 1
 
 
 def test_derived_values() -> None:

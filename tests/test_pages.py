@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from kvtier._yaml import load_yaml, parse_yaml
 from kvtier.config import COMMON_KEYS, VLLM_KEYS, VLLM_NAMES, Config, TierConfig, load, parse
 from kvtier.obs.metrics import METRICS
-from kvtier.options import UNITS
+from kvtier.options import UNITS, decode_options
 from kvtier.tiers import registry
+from kvtier.tiers.example import ExampleOptions
+from kvtier.tiers.fs import FsOptions
 from tests import pages
 
 CONFIGS = sorted((pages.ROOT / "configs").glob("*.yaml"))
@@ -46,12 +49,37 @@ def test_the_default_file_has_every_key_with_its_default() -> None:
     keys(Config, data)
 
 
+def shown(heading: str) -> dict[str, Any]:
+    """The tier in the comment below a heading of the default file."""
+    comment = DEFAULT.read_text().partition(f"# {heading}")[2].partition("\n\n")[0]
+    lines = comment.splitlines()[2:]
+    (tier,) = parse_yaml("\n".join(line[1:] for line in lines), "default.yaml")
+    assert isinstance(tier, dict)
+    return tier
+
+
 def test_the_default_file_shows_every_key_of_a_tier_with_its_default() -> None:
-    lines = DEFAULT.read_text().partition("# Keys that every tier has")[2].splitlines()[2:]
-    (shown,) = parse_yaml("\n".join(line[1:] for line in lines), "default.yaml")
-    assert set(shown) == COMMON_KEYS
-    config = parse({"capacity_bytes": 1, "tiers": [shown]})
+    tier = shown("Keys that every tier has")
+    assert set(tier) == COMMON_KEYS
+    config = parse({"capacity_bytes": 1, "tiers": [tier]})
     assert config.tiers == (TierConfig(type="fs", name="fs"),)
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind", "required"),
+    [
+        ("Keys of a file tier", FsOptions, {"root_dir"}),
+        ("Keys of the example tier", ExampleOptions, set()),
+    ],
+)
+def test_the_default_file_shows_every_key_of_a_type_with_its_default(
+    heading: str, kind: type[msgspec.Struct], required: set[str]
+) -> None:
+    tier = shown(heading)
+    del tier["type"]
+    assert set(tier) == set(kind.__struct_fields__)
+    needed = {name: tier[name] for name in required}
+    assert decode_options(kind, tier, "tier") == decode_options(kind, needed, "tier")
 
 
 def test_every_key_is_explained() -> None:

@@ -75,15 +75,19 @@ def _summary(
         return "FAILED: bytes differ from what was computed for them"
     if any(clause.holds is False for clause in soundness):
         return "FAILED: the run itself was not sound (see the clauses)"
+    own = [run for run in runs if run.strategy not in (BASE, STOCK)]
     gains = [
         run.tokens_per_second / base.tokens_per_second
-        for run in runs
-        if run.strategy not in (BASE, STOCK) and (base := _find(runs, run.point, BASE))
+        for run in own
+        if (base := _find(runs, run.point, BASE))
     ]
     if gains and max(gains) < NO_GAIN:
+        if any(run.loaded_tokens for run in own):
+            why = "recomputing is as cheap as loading here"
+        else:
+            why = "nothing that kvtier had kept was asked for again"
         return (
-            "NO GAIN: nothing served more than without kvtier "
-            f"(best {max(gains):.2f} times); recomputing is as cheap as loading here"
+            f"NO GAIN: nothing served more than without kvtier (best {max(gains):.2f} times); {why}"
         )
     if failed:
         return "DOES NOT HOLD: " + "; ".join(clause.text for clause in failed)

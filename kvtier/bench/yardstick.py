@@ -7,6 +7,7 @@ Owns nothing; leaves no file behind.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 
 DEPTH = 4
+HUGE_PAGE = 2 << 20
 
 
 class Yardsticks(msgspec.Struct, frozen=True):
@@ -45,7 +47,11 @@ def memcpy_speed(size: int = 64 << 20) -> float:
 
 
 def disk_speed(directory: Path, piece: int, size: int = 96 << 20) -> tuple[float, float, bool]:
-    """(write, read, direct) of one file in pieces of `piece` bytes, four at a time."""
+    """(write, read, direct) of one file in pieces of `piece` bytes, four at a time.
+
+    In memory like the region's: into scattered pages of 4 KiB a disk reads at half the speed, and
+    kvtier would seem to be faster than the disk.
+    """
     pieces = max(DEPTH, size // piece)
     fd, name = tempfile.mkstemp(prefix="kvtier-bench-raw-", dir=directory)
     os.close(fd)
@@ -59,9 +65,13 @@ def disk_speed(directory: Path, piece: int, size: int = 96 << 20) -> tuple[float
             direct = False
             fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         try:
-            buffers = [mmap.mmap(-1, piece) for _ in range(DEPTH)]
+            memory = mmap.mmap(-1, DEPTH * piece + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            view = memoryview(memory)
+            buffers = [view[lane * piece : (lane + 1) * piece] for lane in range(DEPTH)]
             for buffer in buffers:
-                buffer.write(os.urandom(4096) * (piece // 4096))
+                buffer[:] = os.urandom(4096) * (piece // 4096)
 
             def write(lane: int) -> None:
                 for i in range(lane, pieces, DEPTH):

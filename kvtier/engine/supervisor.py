@@ -130,6 +130,9 @@ class Supervisor:
         if wrong:
             self.carrier.close(self._clock() + 1.0)
             raise ConfigError("; ".join(wrong))
+        for tier, cause in zip(tiers, ready.causes, strict=True):
+            if cause:
+                log.warning("tier %s is down, and is tried again: %s", tier.name, cause)
         for message in messages:
             self._take(message)
         self.up = True

@@ -76,4 +76,6 @@ class TaskSet:
             tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # Not gather: from Python 3.12 on it lets the loop have no turn when all tasks have
+            # ended already, and without one `_ended` never takes them out of the set.
+            await asyncio.wait(tasks)

@@ -133,7 +133,7 @@ class Tier(abc.ABC):
         ConfigError
             Something the operator has to change; the message says what.
         TierLostError
-            The medium does not answer; the service tries again later.
+            The medium does not answer; the service calls this again later.
         """
 
     @abc.abstractmethod

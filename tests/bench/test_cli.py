@@ -61,6 +61,8 @@ def read(directory: Path) -> Report:
         (["--conversations", "1", "--output", __file__], "name a directory that can be written"),
         (["--conversations", "1", "--output", "/proc"], "name a directory that can be written"),
         (["--output-tokens", "5000"], "--output-tokens"),
+        (["--output", "/proc/none"], "--output /proc/none: No such file"),
+        (["--output", "/proc/version"], "--output /proc/version: File exists"),
         (["--strategies", "stock"], "--engine standin has no strategy 'stock'"),
         (["--model", "x"], "--model says nothing to --engine standin"),
         (["--engine", "vllm"], "needs --model DIR"),

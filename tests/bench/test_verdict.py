@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from kvtier.bench.copies import CopyCounters
@@ -107,6 +108,11 @@ def test_no_gain_is_said() -> None:
     result = verdict(found)
     assert not result.holds
     assert result.summary.startswith("NO GAIN")
+    assert result.summary.endswith("recomputing is as cheap as loading here")
+    unused = [msgspec.structs.replace(run, host_tokens=0, tier_tokens={}) for run in found]
+    nothing = verdict(unused).summary
+    assert nothing.startswith("NO GAIN")
+    assert nothing.endswith("nothing that kvtier had kept was asked for again")
 
 
 def test_trace_must_do_no_harm() -> None:

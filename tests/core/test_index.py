@@ -6,6 +6,8 @@ from __future__ import annotations
 import collections
 import os
 import random
+import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -525,6 +527,42 @@ def test_memory_stays_flat(policy: str) -> None:
     full = churn(slices // 2)
     assert full - empty < 512 * slices
     assert churn(1_000_000 // per_call) - full < 4 << 20
+
+
+@POLICIES
+def test_calls_allocate_no_more_than_their_keys_need(policy: str) -> None:
+    """A lookup of one key allocates nothing; other calls what their keys need, whatever the size
+    of the index."""
+
+    def peak_bytes(call: Callable[[], object]) -> int:
+        call()
+        tracemalloc.start()
+        try:
+            call()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    _, index = make_index(20_000, policy)
+    wanted = keys(*range(20_000))
+    put(index, wanted)
+    absent = key(30_000)
+    some = wanted[100:164]
+
+    def look() -> None:
+        for name in some:
+            index.lookup(name)
+            index.lookup(absent)
+
+    assert peak_bytes(look) < 64
+    assert peak_bytes(lambda: index.lookup_batch(some)) > 64, "the measure sees what there is"
+    for call in (
+        lambda: index.lookup_batch(some),
+        lambda: index.touch(some),
+        lambda: index.unpin(*index.pin(some)),
+        lambda: put(index, [key(40_000 + n) for n in range(64)]),
+    ):
+        assert peak_bytes(call) < 20_000, "for 64 keys of 20,000"
 
 
 def test_slots_of_a_run_are_neighbours() -> None:

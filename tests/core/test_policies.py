@@ -50,6 +50,8 @@ def test_arc_by_hand() -> None:
     5    III, d = 1        / 4 1 5 / 6 7 / 3     |T1| = 1 > p = 0                0
     8    IV (ii), = 2c     8 / 1 5 / 6 7 / 4     3 leaves B2; T1 is empty        0
     9    IV (i), |T1| < c  9 / 1 5 / 7 8 / 4     |L1| = 3: 6 leaves B1           0
+    7    II, d = 1         9 / 5 7 / 8 / 4 1     |T1| = p                        1
+    8    II, d = 2         9 / 7 8 / / 4 1 5     |B2| / |B1| = 2; |T1| < p       3
     ==== ================= ===================================================== =======
     """
     _, index = make_index(3, "arc")
@@ -71,6 +73,8 @@ def test_arc_by_hand() -> None:
         (5, [7], (0, 3, 2, 1), 0),
         (8, [4], (1, 2, 2, 1), 0),
         (9, [8], (1, 2, 2, 1), 0),
+        (7, [1], (1, 2, 1, 2), 1),
+        (8, [5], (1, 2, 0, 3), 3),
     ]
     for step, (number, evicted, sizes, p) in enumerate(table):
         assert access(index, number) == keys(*evicted), step

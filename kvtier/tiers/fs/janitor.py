@@ -150,6 +150,11 @@ class Janitor:
         self._stop.set()
         self._wake.set()
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
     def join(self) -> None:
         """Wait for the thread, after it has said that it ended: a moment."""
         if self._thread is not None:

@@ -147,6 +147,11 @@ class Pool:
             )
 
     @property
+    def alive(self) -> int:
+        """Threads that have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
     def jobs(self) -> int:
         """Jobs that have not ended."""
         with self._lock:
@@ -342,9 +347,8 @@ class Pool:
             async with asyncio.timeout(STUCK_SECONDS):
                 await self._all_ended.wait()
         except TimeoutError:
-            alive = sum(thread.is_alive() for thread in self._threads)
             raise TierLostError(
-                f"{alive} threads of {self.name} hang in system calls and are left behind"
+                f"{self.alive} threads of {self.name} hang in system calls and are left behind"
             ) from None
         for thread in self._threads:
             thread.join()

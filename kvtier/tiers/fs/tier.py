@@ -89,25 +89,31 @@ class FsTier(Tier):
         upkeep: Upkeep = Upkeep(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__(name, options, env)
-        self.usage = Usage()
         self._faults = faults
         self._upkeep = upkeep
         self._owner = naming.this_owner()
         self._directory_name = namespace.directory_name(env.namespace)
-        self._files: fileio.Directory | None = None
-        self._reads = Pool(f"kvtier-{name}-read", options.read_threads)
-        self._writes = Pool(f"kvtier-{name}-write", options.write_threads)
-        self._write_gate = Gate(env.clock)
-        self._read_gate = Gate(env.clock)
-        self._janitor: Janitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._walked = asyncio.Event()
-        self._janitor_ended = asyncio.Event()
-        self._reopening: asyncio.Task[None] | None = None
         self._storing_bytes = 0
         self._unannounced_bytes = 0
         self._fallbacks = 0
         self._told: dict[tuple[str, int], float] = {}  # (operation, errno): when it was logged
+        self._left: list[Pool | Janitor] = []
+        """Of attempts to open that failed: threads that hung in a system call."""
+        self._renew()
+
+    def _renew(self) -> None:
+        """What one attempt to open uses up: threads end for good."""
+        self.usage = Usage()
+        self._files: fileio.Directory | None = None
+        self._reads = Pool(f"kvtier-{self.name}-read", self.options.read_threads)
+        self._writes = Pool(f"kvtier-{self.name}-write", self.options.write_threads)
+        self._write_gate = Gate(self.env.clock)
+        self._read_gate = Gate(self.env.clock)
+        self._janitor: Janitor | None = None
+        self._walked = asyncio.Event()
+        self._janitor_ended = asyncio.Event()
+        self._reopening: asyncio.Task[None] | None = None
         self._state = "new"
 
     @classmethod
@@ -127,6 +133,8 @@ class FsTier(Tier):
     async def open(self) -> None:
         """Make and try the directory, start the threads; the walk over it goes on behind.
 
+        May be called again when it has raised.
+
         Raises
         ------
         ConfigError
@@ -136,6 +144,10 @@ class FsTier(Tier):
         """
         if self._state != "new":
             raise ClosedError(f"{self.name} was opened before")
+        self._left = [threads for threads in self._left if threads.alive]
+        if self._left:
+            # Else a medium that hangs would cost some threads with each attempt.
+            raise TierLostError(f"fs: {self.path} hangs since an earlier attempt")
         self._state = "opening"
         self._loop = asyncio.get_running_loop()
         try:
@@ -166,7 +178,14 @@ class FsTier(Tier):
                     async with asyncio.timeout(FIRST_WALK_SECONDS):
                         await self._walked.wait()
         except BaseException:
-            await self._shut(0.0)
+            used: list[Pool | Janitor] = [self._reads, self._writes]
+            if self._janitor is not None:
+                used.append(self._janitor)
+            try:
+                await self._shut(0.0)
+            finally:
+                self._left = used
+                self._renew()
             raise
         recorder, tier = self.env.recorder, (self.name,)
         recorder.set("kvtier_fs_direct", float(self.direct), tier)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier._core import fileio
+from kvtier.runtime import lane as lane_module
 from kvtier.tiers.fs import FsTier
 from tests.engine.rig import keys, rig
 
@@ -61,3 +62,26 @@ def test_every_store_denied(
             assert len(list(tmp_path.rglob("*.kv"))) >= 1
     finally:
         FaultyTier.faults.clear()
+
+
+@pytest.mark.fault("U09")
+def test_a_medium_that_is_not_there_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log says so with the cause, host memory serves, and the tier comes up with its medium."""
+    monkeypatch.setattr(lane_module, "REOPEN_SECONDS", 0.01)
+    root = tmp_path / "root"
+    root.symlink_to(tmp_path / "mount")
+    tier = {"type": "fs", "name": "disk", "root_dir": str(root), "min_free_bytes": 1}
+    with caplog.at_level(logging.WARNING), rig(slots=16, tiers=[tier]) as one:
+        assert "tier disk is down, and is tried again: fs: " in caplog.text
+        assert one.value("kvtier_tier_up", "disk") == 0
+        one.store(keys(1))
+        assert one.load(keys(1)) == 1
+        one.until(lambda: "tier disk is still down" in caplog.text)
+        assert caplog.text.count("ENOENT") >= 2, "the cause of the last attempt, not of the first"
+        (tmp_path / "mount").mkdir()
+        one.until(lambda: one.value("kvtier_tier_up", "disk") == 1)
+        one.store(keys(2))
+        one.settle()
+        assert len(list(tmp_path.rglob("*.kv"))) >= 1

@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError, TierLostError
 from kvtier.testing.contract import SIZES, Arena, chunk, context
 from kvtier.tiers.fs import FsOptions, FsTier
 from kvtier.tiers.fs import tier as module
-from kvtier.types import Outcome
+from kvtier.types import Outcome, Presence
 from tests.tiers.fs.util import GROUP, SIZE, environment, opened, temporary_files
 
 pytestmark = pytest.mark.asyncio
@@ -422,10 +422,14 @@ async def test_directory_of_another_user(folder: Path) -> None:
 
 @pytest.mark.fault("U09")
 async def test_open_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that does not answer costs the trial's time, not the service."""
+    """A directory that does not answer costs the trial's time, not the service, and its threads
+    once, however often it is tried; when it answers again it is opened."""
     release = threading.Event()
+    calls = 0
 
     def hang(*_: Any) -> Any:
+        nonlocal calls
+        calls += 1
         release.wait(30)
         raise OSError(errno.EIO, "released")
 
@@ -435,8 +439,17 @@ async def test_open_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     try:
         with pytest.raises(TierLostError):
             await tier.open()
+        with pytest.raises(TierLostError, match="hangs since an earlier attempt"):
+            await tier.open()
+        assert calls == 1
     finally:
         release.set()
+    monkeypatch.undo()
+    await until(lambda: not any(pool.alive for pool in tier._left))
+    await tier.open()
+    await tier.walked()
+    assert await tier.exists([chunk(1, GROUP, SIZE)[0]], context()) == [Presence.ABSENT]
+    await tier.aclose(time.monotonic() + 5)
 
 
 @pytest.mark.fault("H27")
