@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import math
@@ -33,6 +32,7 @@ from kvtier.tiers.fs.metrics import METRICS
 from kvtier.tiers.fs.options import FsOptions, Upkeep
 from kvtier.tiers.fs.pool import STUCK_SECONDS, End, Pool
 from kvtier.tiers.fs.prepare import Prepared, prepare
+from kvtier.tiers.fs.signals import Signals
 from kvtier.types import Outcome, Presence, key_group
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ STEP_LOOKUPS = 512
 LOOKUP_THREADS = 4
 HANDLES_SECONDS = 0.25
 """Pause after the process ran out of descriptors."""
-TELL_SECONDS = 60.0
-"""The same errno of the same operation is logged once in this time."""
 ANNOUNCE_PARTS = 64
 """Instances tell each other when they have written this part of their common limit."""
 EVICT_FOR_ERROR_BYTES = 1 << 30
@@ -97,7 +95,7 @@ class FsTier(Tier):
         self._storing_bytes = 0
         self._unannounced_bytes = 0
         self._fallbacks = 0
-        self._told: dict[tuple[str, int], float] = {}  # (operation, errno): when it was logged
+        self._signals = Signals(name, env.recorder, env.clock)
         self._left: list[Pool | Janitor] = []
         """Of attempts to open that failed: threads that hung in a system call."""
         self._renew()
@@ -252,7 +250,7 @@ class FsTier(Tier):
             urgent=True,
         )
         if end is End.REFUSED:
-            self._refused("exists", "stuck", len(keys))
+            self._signals.refused("exists", "stuck", len(keys))
             raise TierLostError(f"{self.name}: all {self._reads.size} readers hang")
         return self._presences(batch, ctx)
 
@@ -261,8 +259,8 @@ class FsTier(Tier):
         result = [Presence.PRESENT if status == 0 else Presence.ABSENT for status in statuses]
         failed = [outcome(status) for status in statuses if _is_failure(status)]
         if failed:
-            self._count_errors("exists", failed)
-            self._tell_errors("exists", batch)
+            self._signals.failed("exists", failed)
+            self._signals.tell("exists", batch)
             self._look_at(failed)
             if len(failed) == len(statuses):
                 raise TierLostError(f"{self.name}: {failed[0].name} for every key asked")
@@ -298,11 +296,11 @@ class FsTier(Tier):
             self._storing_bytes -= held
             self._note_stored(batch, chosen)
         if end is End.REFUSED:
-            self._refused("store", "stuck", len(chosen))
+            self._signals.refused("store", "stuck", len(chosen))
             return outcomes
         for i, status in zip(admitted, batch.statuses(), strict=True):
             outcomes[i] = outcome(status)
-        self._tell_errors("store", batch)
+        self._signals.tell("store", batch)
         self._after_store(files, [outcomes[i] for i in admitted], held)
         return outcomes
 
@@ -311,12 +309,12 @@ class FsTier(Tier):
         if not items:
             return []
         if not self._write_gate.admits():
-            self._refused("store", "paused", len(items))
+            self._signals.refused("store", "paused", len(items))
             return []
         capacity = self.options.capacity_bytes or 0
         if capacity and not self.usage.complete:
             # What lies there is not known yet: nothing that could break the limit.
-            self._refused("store", "capacity", len(items))
+            self._signals.refused("store", "capacity", len(items))
             return []
         assert self._janitor is not None
         room = capacity - self.usage.bytes - self._storing_bytes if capacity else None
@@ -337,7 +335,7 @@ class FsTier(Tier):
                 free = None if free is None else free - size
                 continue
             outcomes[i] = Outcome.FULL
-            self._refused("store", reason, 1)
+            self._signals.refused("store", reason, 1)
         if Outcome.FULL in outcomes:
             self._janitor.crowd()
         elif capacity and self.usage.bytes > self.options.high_watermark * capacity:
@@ -368,7 +366,7 @@ class FsTier(Tier):
         self, files: fileio.Directory, outcomes: Sequence[Outcome], tried_bytes: int
     ) -> None:
         failed = [end for end in outcomes if end.failed]
-        self._count_errors("store", failed)
+        self._signals.failed("store", failed)
         self._look_at(failed)
         assert self._janitor is not None
         if Outcome.FULL in failed:
@@ -384,27 +382,22 @@ class FsTier(Tier):
         elif Outcome.DONE in outcomes and self._write_gate.cause is not None:
             self._resume()
         if files is self._files and files.fallbacks != self._fallbacks:
-            self._recorder_add(
-                "kvtier_fs_direct_fallbacks_total", files.fallbacks - self._fallbacks
-            )
+            self._signals.add("kvtier_fs_direct_fallbacks_total", files.fallbacks - self._fallbacks)
             self._fallbacks = files.fallbacks
 
     def _pause(self, cause: Outcome) -> None:
         if self._write_gate.cause is not cause:
             logger.warning("%s: writes pause: %s", self.name, cause.name)
             self._resume()
-            self._gauge_paused(cause, 1.0)
+            self._signals.paused(cause, True)
         self._write_gate.pause(
             cause, HANDLES_SECONDS if cause is Outcome.NO_HANDLES else self._upkeep.retry_seconds
         )
 
     def _resume(self) -> None:
         if self._write_gate.cause is not None:
-            self._gauge_paused(self._write_gate.cause, 0.0)
+            self._signals.paused(self._write_gate.cause, False)
             self._write_gate.succeed()
-
-    def _gauge_paused(self, cause: Outcome, value: float) -> None:
-        self.env.recorder.set("kvtier_fs_writes_paused", value, (self.name, cause.name.lower()))
 
     async def load(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
         """Read each chunk into its slot and verify it there; corrupt files are set aside."""
@@ -412,7 +405,7 @@ class FsTier(Tier):
         if not items:
             return []
         if not self._read_gate.admits():
-            self._refused("load", "paused", len(items))
+            self._signals.refused("load", "paused", len(items))
             return [Outcome.NO_HANDLES] * len(items)
         batch_keys = [item.key for item in items]
         batch = fileio.Batch(
@@ -425,7 +418,7 @@ class FsTier(Tier):
             width=_width(items),
         )
         if end is End.REFUSED:
-            self._refused("load", "stuck", len(items))
+            self._signals.refused("load", "stuck", len(items))
             return [Outcome.TIMEOUT] * len(items)
         statuses = batch.statuses()
         for item, status, crc in zip(items, statuses, batch.crcs(), strict=True):
@@ -436,7 +429,7 @@ class FsTier(Tier):
             self.usage.renew(batch_keys)
             self._read_gate.succeed()
             return [Outcome.DONE] * len(items)
-        self._tell_errors("load", batch)
+        self._signals.tell("load", batch)
         return await self._after_load(items, statuses, ctx)
 
     async def _after_load(
@@ -454,7 +447,7 @@ class FsTier(Tier):
             elif status == fileio.CORRUPT:
                 corrupt.append(item.key)
         failed = [result for result in outcomes if result.failed]
-        self._count_errors("load", failed)
+        self._signals.failed("load", failed)
         self._look_at(failed)
         if Outcome.NO_HANDLES in failed:
             self._read_gate.pause(Outcome.NO_HANDLES, HANDLES_SECONDS)
@@ -492,7 +485,7 @@ class FsTier(Tier):
                 )
         if moved:
             logger.warning("%s: %d corrupt files set aside below %s", self.name, moved, self.path)
-            self._recorder_add("kvtier_quarantined_chunks_total", moved)
+            self._signals.add("kvtier_quarantined_chunks_total", moved)
 
     def _look_at(self, failed: Sequence[Outcome]) -> None:
         """After errors that a root which went away gives: see whether it did."""
@@ -508,9 +501,9 @@ class FsTier(Tier):
         if report.made_room and self._write_gate.cause is Outcome.FULL:
             self._write_gate.retry()
         if report.swept:
-            self._recorder_add("kvtier_fs_swept_total", report.swept)
+            self._signals.add("kvtier_fs_swept_total", report.swept)
         if report.evicted_files:
-            self._recorder_add("kvtier_tier_evicted_total", report.evicted_files)
+            self._signals.add("kvtier_tier_evicted_total", report.evicted_files)
         for key in report.evicted:
             self.env.emit(
                 Event(
@@ -563,41 +556,6 @@ class FsTier(Tier):
         else:
             self._resume()
             logger.info("%s: the root is back", self.name)
-
-    def _count_errors(self, operation: str, failed: Sequence[Outcome]) -> None:
-        for cause in set(failed):
-            self.env.recorder.add(
-                "kvtier_fs_errors_total",
-                float(failed.count(cause)),
-                (self.name, operation, cause.name.lower()),
-            )
-
-    def _tell_errors(self, operation: str, batch: fileio.Batch) -> None:
-        """Log what the system said; outcomes and metrics know causes only."""
-        statuses = batch.statuses()
-        now = self.env.clock()
-        for code in {status for status in statuses if status > 0}:
-            if now - self._told.get((operation, code), -math.inf) < TELL_SECONDS:
-                continue
-            self._told[operation, code] = now
-            logger.warning(
-                "%s: %s fails for %d of %d chunks: %s (%s): %s",
-                self.name,
-                operation,
-                statuses.count(code),
-                len(statuses),
-                os.strerror(code),
-                errno.errorcode.get(code, code),
-                batch.path(statuses.index(code)),
-            )
-
-    def _refused(self, operation: str, reason: str, count: int) -> None:
-        self.env.recorder.add(
-            "kvtier_fs_refused_total", float(count), (self.name, operation, reason)
-        )
-
-    def _recorder_add(self, name: str, count: int) -> None:
-        self.env.recorder.add(name, float(count), (self.name,))
 
     async def aclose(self, deadline: float) -> None:
         """Let calls under way finish until `deadline`, then stop them; end all threads.
