@@ -7,6 +7,7 @@ Invariant: messages in ``out`` are in the order in which they were decided.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,8 @@ from kvtier.obs.metrics import Recorder, Registry
 from kvtier.runtime import messages as m
 from kvtier.tiers.registry import check_options, tier_class
 from kvtier.types import Geometry, TierMatch
+
+log = logging.getLogger(__name__)
 
 Emit = Callable[[Operation, Sequence[bytes], str | None, str | None], None]
 """``emit(operation, keys, source, destination)``."""
@@ -101,6 +104,16 @@ def tier_states(config: Config, geometry: Geometry, registry: Registry) -> list[
     most = region_bytes // (2 * max(1, len(config.tiers)))
     for position, tier_config in enumerate(config.tiers):
         check_options(tier_config, f"tiers[{position}]")
+        for group in tier_config.groups or ():
+            if group >= len(geometry.groups):
+                log.warning(
+                    "tiers[%d].groups: %d is no KV cache group, there are %d; the tier %s gets "
+                    "nothing of it",
+                    position,
+                    group,
+                    len(geometry.groups),
+                    tier_config.name,
+                )
         kind = tier_class(tier_config)
         registry.declare(kind.metric_definitions())
         states.append(

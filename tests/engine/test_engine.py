@@ -554,7 +554,7 @@ def test_flush_on_shutdown_saves_what_only_the_host_holds() -> None:
     assert set(tier.chunks) == set(keys(*range(8)))
 
 
-def test_store_threshold_and_groups() -> None:
+def test_store_threshold_and_groups(caplog: pytest.LogCaptureFixture) -> None:
     often, other = Script("often"), Script("other")
     tiers = [scripted(often, store_threshold=2), scripted(other, groups=[7])]
     with rig(slots=16, tiers=tiers) as one:
@@ -565,6 +565,8 @@ def test_store_threshold_and_groups() -> None:
         one.settle()
         assert set(often.chunks) == set(keys(2))
         assert not other.chunks
+    assert "tiers[1].groups: 7 is no KV cache group, there are 1" in caplog.text
+    assert "tiers[0]" not in caplog.text
 
 
 @pytest.mark.fault("H25")

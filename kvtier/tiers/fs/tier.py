@@ -142,6 +142,12 @@ class FsTier(Tier):
         """
         if self._state != "new":
             raise ClosedError(f"{self.name} was opened before")
+        chunk_bytes = _file_bytes(max(self.env.geometry.payload_bytes))
+        if chunk_bytes > (self.options.capacity_bytes or math.inf):
+            raise ConfigError(
+                f"fs: capacity_bytes: {self.options.capacity_bytes} holds no chunk, "
+                f"give at least {chunk_bytes}"
+            )
         self._left = [threads for threads in self._left if threads.alive]
         if self._left:
             # Else a medium that hangs would cost some threads with each attempt.

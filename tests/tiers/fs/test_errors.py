@@ -523,7 +523,11 @@ async def test_stalled_reads_fail_the_tier_not_the_service(tmp_path: Path) -> No
         gate, release = os.pipe()
         try:
             bench.faults.block("open", gate)
-            tasks = [asyncio.create_task(bench.load(n, seconds=0.1), name=f"l{n}") for n in (1, 2)]
+            # Each into a slot of its own: both end at the same time.
+            tasks = [
+                asyncio.create_task(bench.load(n, seconds=0.1, first=n), name=f"l{n}")
+                for n in (1, 2)
+            ]
             await until(lambda: bench.tier._reads.stuck == 2)
             assert await asyncio.wait_for(bench.load(3), 1) == [Outcome.TIMEOUT]
             with pytest.raises(TierLostError, match="hang"):
@@ -534,6 +538,12 @@ async def test_stalled_reads_fail_the_tier_not_the_service(tmp_path: Path) -> No
         await asyncio.gather(*tasks)
         os.close(gate)
         assert await bench.load(3) == [Outcome.DONE]
+
+
+async def test_a_capacity_that_holds_no_chunk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"capacity_bytes: {SIZE} holds no chunk, .* at least"):
+        async with opened(tmp_path / "root", capacity_bytes=SIZE):
+            raise AssertionError("it opened")
 
 
 @pytest.mark.fault("H27")

@@ -39,11 +39,11 @@ class Bench:
             slots.append(self.arena.slot(i % 64, key, SIZE, payload))
         return await self.tier.store(slots, context(seconds))
 
-    async def load(self, *numbers: int, seconds: float = 20.0) -> list[Outcome]:
-        """Load, and check the bytes of what is reported as done."""
+    async def load(self, *numbers: int, seconds: float = 20.0, first: int = 0) -> list[Outcome]:
+        """Load into slots from `first` on, and check the bytes of what is reported as done."""
         slots = [
             self.arena.slot(i % 64, chunk(number, GROUP, SIZE)[0], SIZE)
-            for i, number in enumerate(numbers)
+            for i, number in enumerate(numbers, first)
         ]
         results = await self.tier.load(slots, context(seconds))
         for slot, number, result in zip(slots, numbers, results, strict=True):
