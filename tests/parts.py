@@ -166,6 +166,28 @@ def _registry() -> str | None:
     return None if done.returncode == 0 else "pip reaches no package registry"
 
 
+@functools.cache
+def newer_python() -> str | None:
+    """The newest Python on this machine that is newer than this one: its interpreter."""
+    found = {}
+    places = [*os.environ.get("PATH", "").split(os.pathsep)]
+    places += map(str, Path("~/.pyenv/versions").expanduser().glob("3.*/bin"))
+    for minor in range(sys.version_info.minor + 1, 20):
+        for place in places:
+            path = Path(place, f"python3.{minor}")
+            if not os.access(path, os.X_OK):
+                continue
+            # A version manager's stand-in runs only what is chosen.
+            done = subprocess.run([path, "-c", "import venv"], capture_output=True, check=False)
+            if done.returncode == 0:
+                found[minor] = str(path)
+    return found[max(found)] if found else None
+
+
+def _newer_python() -> str | None:
+    return None if newer_python() else "no newer Python than this one"
+
+
 def _cuda() -> str | None:
     return None if os.path.exists("/dev/nvidiactl") else "no NVIDIA device"
 
@@ -194,12 +216,13 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "fio": _command("fio"),
     "registry": _registry,
     "trace": _trace,
+    "newer-python": _newer_python,
     "cuda": _cuda,
     "torch-cuda": _torch_cuda,
 }
 """Part to probe: None if it is there, else the reason why not."""
 
-NEVER_REQUIRED = frozenset({"cuda", "torch-cuda", "huge-pages", "trace"})
+NEVER_REQUIRED = frozenset({"cuda", "torch-cuda", "huge-pages", "trace", "newer-python"})
 """What ``KVTIER_REQUIRE=all`` cannot ask of every machine; naming the part still requires it."""
 
 

@@ -7,7 +7,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
 import re
 import sys
 import urllib.parse
@@ -489,18 +488,7 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
     if files and settings.real is None:
         largest = max(settings.working_set_bytes(point) for point in settings.points())
         tierdir.check_space(parent, largest + largest // 4)
-    _check_output(settings.output)
     return settings
-
-
-def _check_output(directory: Path) -> None:
-    """Make the report's directory now: a run is not to end without its report."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"--output {directory}: {exc.strerror}; name another") from exc
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {directory} cannot be written; name another")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
