@@ -113,6 +113,7 @@ def connector_config(
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
 

@@ -50,6 +50,7 @@ def test_each_strategy_configures_the_connector() -> None:
         config = connector_config(strategy, real, 1 << 30, "/files")
         assert config is not None
         assert config["kv_connector"] == "OffloadingConnector"
+        assert config["kv_load_failure_policy"] == "recompute"  # kvtier warns otherwise
         return config["kv_connector_extra_config"]
 
     assert connector_config("none", real, 1 << 30, None) is None

@@ -120,6 +120,60 @@ def test_all_strategies_serve_the_same_conversations(
     assert not any("kvtier.bench.drivers" in line for line in family(os.getpid()).values())
 
 
+def test_a_trace_in_vllm(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three prefixes in turn, one request at a time; the device cache holds two prompts, host
+    memory one. While no request is due, the generator says so."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    lines = [row(i * 800, 1100, 6, (10 * (i % 3), 10 * (i % 3) + 1, 100 + i)) for i in range(9)]
+    lines.append(row(6500, 2600, 6, (70, 71, 72, 73, 74, 75)))  # too long for this device cache
+    lines.append(row(16_000, 1100, 6, (0, 1, 200)))
+    trace = write(tmp_path / "trace.jsonl", *lines)
+    whole = 10 * BLOCK_TOKENS * TOKEN_BYTES
+    code = main(
+        [
+            "--engine=vllm",
+            f"--model={model}",
+            *("--workload=trace", f"--trace={trace}", "--speedup=2"),
+            "--strategies=none,host+fs",
+            f"--accelerator={2 * whole}",
+            f"--host-memory={whole}",
+            f"--output={tmp_path}",
+            f"--tier-dir={tmp_path}",
+            "--allow-tmpfs",
+            EAGER,
+        ]
+    )
+    captured = capsys.readouterr()
+    assert code in (0, 1), captured.err
+    assert captured.err == ""
+    report = read(tmp_path)
+    none, files = report.runs
+    for run in report.runs:
+        assert (run.point, run.requests, run.requests_wanted) == ("trace", 10, 10)
+        assert (run.prompt_tokens, run.output_tokens) == (11_000, 60)
+        # The last request is due after eight seconds, and its first token counts from there.
+        assert run.wall_seconds >= 8.0
+        assert run.first_token.p99 < 6.0
+        assert run.engine.failures == {}
+    assert none.loaded_tokens == 0
+    # Blocks that hold tokens of the first two ids are everybody's with that prefix.
+    assert 3 * 1024 <= files.loaded_tokens <= 7 * 1024
+    assert files.tier_tokens["fs"] > 0
+    assert files.computed_tokens < none.computed_tokens
+    assert any("1 requests of the trace were longer than the" in note for note in report.notes)
+    assert any("10 answers of host+fs begin as none's do" in note for note in report.notes)
+    clause = report.verdict.clauses[-1]
+    assert clause.text.startswith("no strategy is slower to the first token than none")
+    assert clause.holds is not None
+    assert captured.out.count("   9/10 requests") >= 4
+    log = (tmp_path / "vllm-host+fs.log").read_text()
+    assert "kvtier: manager attached" in log
+    assert "kv_load_failure_policy is" not in log
+
+
 def test_what_vllm_refuses_is_one_line_and_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -325,6 +325,10 @@ class InProcess:
         ended = 0.0
         while not self._stopped and len(finished) < source.total:
             begin = now()
+            if begin > told:  # also while the next request of a trace is not due
+                told = begin + PROGRESS_SECONDS
+                prompt = sum(item.prompt_tokens for item in finished)
+                tell(Progress(len(finished), source.total, prompt, begin))
             for request in source.take(begin):
                 self._add(request, source)
             handed = now()
@@ -348,10 +352,6 @@ class InProcess:
                 times.pending += now() - handed
             if len(finished) > 0:
                 ended = finished[-1].end
-            if stepped > told:
-                told = stepped + PROGRESS_SECONDS
-                prompt = sum(item.prompt_tokens for item in finished)
-                tell(Progress(len(finished), source.total, prompt, stepped))
             times.scheduling += now() - stepped if watch.executed else 0.0
         times.engine = watch.meter.seconds
         wall = now() if self._stopped else ended
