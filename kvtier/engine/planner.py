@@ -79,8 +79,8 @@ class Planner:
         # Whether there is anything to say to a service at all.
         self._active = bool(tiers) or self.verifier.active
         self._request_number = 0
-        # Of a small host memory no more than a part: the rest is there to be found again.
-        self._free_ahead = min(config.promotion_slots, geometry.num_slots // 8)
+        # Of a small host memory no more than a little: what is kept free holds nothing to be found.
+        self._free_ahead = min(config.promotion_slots, geometry.num_slots // 32)
         self._touched: dict[str, Request] = {}  # requests with hits in this step
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None

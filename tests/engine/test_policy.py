@@ -18,11 +18,11 @@ def in_host(one: Rig, *numbers: int) -> int:
 
 def test_room_made_ahead_leaves_a_small_host_its_chunks() -> None:
     tier = Script("tier")
-    with rig(slots=32, tiers=[scripted(tier)], promotion_slots=64) as one:
-        one.store(keys(*range(28)))
+    with rig(slots=64, tiers=[scripted(tier)], promotion_slots=64) as one:
+        one.store(keys(*range(64)))
         one.settle()
-        assert in_host(one, *range(28)) == 28
-        assert one.value("kvtier_host_slots", "free") == 4
+        assert in_host(one, *range(64)) == 62
+        assert one.value("kvtier_host_slots", "free") == 2
 
 
 def test_a_chunk_beyond_its_threshold_is_stored_again_when_it_is_new_again() -> None:
