@@ -122,12 +122,18 @@ class Load:
         return {name: self.run(name, conversations, self._seed) for name in order}
 
     def run(self, strategy: str, conversations: int, seed: int, *, keep: bool = False) -> Measured:
-        """One run, checked: nothing failed, and everything was answered."""
+        """One run, checked: nothing failed, all was answered, and every loaded byte is right."""
         measured = self._engines[strategy].run(Point(conversations, seed, keep))
         if len(measured.finished) < measured.total or measured.engine.failures:
             raise SystemExit(
                 f"{strategy}: {len(measured.finished)} of {measured.total} answered, failures "
                 f"{measured.engine.failures}"
+            )
+        copies = measured.copies
+        if copies.differing_blocks or copies.verified_bytes != copies.load_bytes:
+            raise SystemExit(
+                f"{strategy}: {copies.differing_blocks} loaded blocks differ, "
+                f"{copies.verified_bytes} of {copies.load_bytes} bytes were compared"
             )
         print(
             f"{strategy:8} {conversations} conversations: {measured.wall_seconds:6.2f} s, "

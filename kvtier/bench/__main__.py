@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
     if not runs:
         return EXIT_INTERRUPTED
     accelerator_bytes, about = settings.accelerator_bytes, {}
-    notes = report.notes(runs, settings)
+    bytes_compared = runner.bytes_compared if isinstance(runner, EngineRunner) else True
+    notes = report.notes(runs, settings, bytes_compared=bytes_compared)
     if not isinstance(runner, Runner):
         about = runner.about
         notes += runner.notes
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None, opener: Opener | None = None) -> int
             accelerator_bytes,
             settings.host_bytes,
             tier_in_memory=settings.tier_file_system in MEMORY_FILE_SYSTEMS,
-            bytes_compared=settings.engine == "standin",
+            bytes_compared=bytes_compared,
         )
     result = Report(
         workload=settings.workload,

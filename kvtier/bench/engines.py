@@ -51,6 +51,8 @@ class EngineRunner:
         """This and `about`: of the engine that started first."""
         self.about: dict[str, str] = {}
         self.notes: list[str] = []
+        self.bytes_compared = True
+        """In every engine so far."""
 
     def stop(self) -> None:
         """End the run in progress after its step, and start no other. Safe in a signal handler."""
@@ -90,6 +92,7 @@ class EngineRunner:
             facts = engine.open()
             self.accelerator_bytes = self.accelerator_bytes or facts.accelerator_bytes
             self.about = self.about or facts.about
+            self.bytes_compared = self.bytes_compared and facts.bytes_compared
             self._current = engine
             try:
                 if self.stopped:

@@ -54,12 +54,13 @@ def _thousands(value: float) -> str:
     return f"{value / 1000:.0f}" if value >= 10_000 else f"{value / 1000:.2f}"
 
 
-def notes(runs: Sequence[Run], settings: Settings) -> list[str]:
+def notes(runs: Sequence[Run], settings: Settings, *, bytes_compared: bool = True) -> list[str]:
     """What a reader has to know before believing a figure."""
     found = []
-    if settings.engine == "vllm":
+    if not bytes_compared:
         found.append(
-            "bytes were not compared inside vLLM; what came from kvtier's tiers passed its checksum"
+            "bytes were not compared in this engine: its workers are processes of their own, or "
+            "its KV cache is not in host memory; what came from kvtier's tiers passed its checksum"
         )
     elif settings.engine == "openai":
         found.append(

@@ -28,12 +28,12 @@ def test_messages_arrive_as_they_were_sent() -> None:
     settings = make_settings(parse_arguments(["--strategies=none"]))
     begin = Begin(settings, "none", "/var/tmp/files")
     assert decode(encode(begin), Begin) == begin
-    for message in (Facts(8, 4, 3, {"model": "m"}), Progress(1, 2, 3, 0.5), Failed("why")):
+    for message in (Facts(8, 4, 3, True, {"model": "m"}), Progress(1, 2, 3, 0.5), Failed("why")):
         line = encode(message)
         assert line.endswith(b"\n")
         assert line.count(b"\n") == 1
         assert decode(line, Answer) == message
-    assert Facts(8, 4, 3, {}).token_bytes == 2
+    assert Facts(8, 4, 3, True, {}).token_bytes == 2
 
 
 def test_answers_are_compared_with_nones() -> None:

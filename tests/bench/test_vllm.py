@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -99,10 +100,10 @@ def test_all_strategies_serve_the_same_conversations(
         assert run.engine.promoted_bytes["fs"] >= run.tier_tokens["fs"] * TOKEN_BYTES
         assert run.engine.stored_bytes["fs"] > 0
         assert run.computed_tokens < host.computed_tokens
-    # Nobody compared bytes, and the report does not say that anybody did; the answers were.
-    assert report.verdict.clauses[0].holds is None
-    assert report.verdict.clauses[0].measured == "not compared in this engine"
-    assert any("bytes were not compared" in note for note in report.notes)
+        assert run.copies.verified_bytes == run.copies.load_bytes > 0
+        assert run.copies.differing_blocks == 0
+    assert report.verdict.clauses[0].holds is True
+    assert not any("bytes were not compared" in note for note in report.notes)
     total = CONVERSATIONS * len(PROMPTS)
     for strategy in ("host", "host+fs", "stock"):
         (found,) = [
@@ -118,6 +119,62 @@ def test_all_strategies_serve_the_same_conversations(
     logs = {f"vllm-{name}-{CONVERSATIONS}.log" for name in ("none", "host", "host+fs", "stock")}
     assert left == {"report.html", "report.png", "report.json"} | logs
     assert not any("kvtier.bench.drivers" in line for line in family(os.getpid()).values())
+
+
+@pytest.mark.parametrize(("strategy", "spec"), [("host", "WrongSpec"), ("stock", "WrongStockSpec")])
+def test_bytes_that_came_to_the_wrong_block_fail_the_run(
+    strategy: str,
+    spec: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each load's chunks in reverse: right bytes in the wrong blocks, which no checksum sees."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    whole = 10 * BLOCK_TOKENS * TOKEN_BYTES
+    (tmp_path / "files").mkdir()
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": spec,
+            "spec_module_path": "tests.bench.wrong",
+            "cpu_bytes_to_use": 8 * whole,
+            "blocks_per_chunk": 1,
+        },
+    }
+    if strategy == "stock":
+        tiers = [{"type": "fs", "root_dir": str(tmp_path / "files")}]
+        connector["kv_connector_extra_config"]["secondary_tiers"] = tiers
+    engine_args = {"enforce_eager": True, "kv_transfer_config": connector}
+    code = main(
+        [
+            "--engine=vllm",
+            f"--model={model}",
+            *TALK,
+            f"--strategies={strategy}",
+            f"--accelerator={2 * whole}",
+            f"--output={tmp_path}",
+            f"--tier-dir={tmp_path}",
+            "--allow-tmpfs",
+            f"--engine-args={json.dumps(engine_args)}",
+        ]
+    )
+    assert code == 1, capsys.readouterr().err
+    report = read(tmp_path)
+    (run,) = report.runs
+    assert run.requests == run.requests_wanted
+    assert run.copies.verified_bytes == run.copies.load_bytes > 0
+    # Of an odd number of chunks the middle one is where it should be.
+    loaded = run.copies.load_bytes // (BLOCK_TOKENS * TOKEN_BYTES)
+    assert loaded / 2 < run.copies.differing_blocks <= loaded
+    clause = report.verdict.clauses[0]
+    assert clause.holds is False
+    assert f"{run.copies.differing_blocks} blocks differ" in clause.measured
+    assert report.verdict.summary.startswith("FAILED: bytes differ")
 
 
 def test_a_trace_in_vllm(

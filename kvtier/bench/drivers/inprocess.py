@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.bench.copies import CopyCounters
+from kvtier.bench.drivers.compare import Comparison
 from kvtier.bench.drivers.remote import (
     Begin,
     Facts,
@@ -110,6 +111,7 @@ class Watch:
         self.now: Callable[[], float] = lambda: 0.0
         self.manager: Any = None
         self.worker: Any = None
+        self.comparison: Comparison | None = None
         self.waited = False
         """Whether a lookup of this step was answered with "not yet"."""
         self.executed = False
@@ -207,6 +209,10 @@ class Watch:
 
         self.worker.submit_load = note_load
         self.worker.get_finished = note
+        pages = getattr(self.worker, "pages", None)
+        if pages is not None and pages.device.type == "cpu":
+            # Last, so that its time counts in none of the above.
+            self.comparison = Comparison(self.manager, self.worker, pages)
 
     def _copied(self, result: Any) -> None:
         size, seconds = result.transfer_size or 0, result.transfer_time or 0.0
@@ -218,7 +224,12 @@ class Watch:
             self.copies.store_bytes += size
             self.copies.store_seconds += seconds
 
-    def start(self, now: Callable[[], float]) -> None:
+    @property
+    def aside(self) -> float:
+        """Seconds that are not the model's: kvtier's, or vLLM's own tiering's, and comparing."""
+        return self.meter.seconds + (self.comparison.seconds if self.comparison else 0.0)
+
+    def start(self, now: Callable[[], float], *, keep: bool) -> None:
         """A run begins: everything from zero."""
         self.meter.seconds = 0.0
         self.live.clear()
@@ -226,6 +237,8 @@ class Watch:
         self.waited = False
         self.counts = {}
         self.copies = CopyCounters()
+        if self.comparison is not None:
+            self.comparison.start(self.copies, keep=keep)
 
     def engine_counts(self, before: EngineCounts) -> EngineCounts:
         """Counters since `before`, which an earlier call with nothing gave."""
@@ -296,6 +309,7 @@ class InProcess:
             accelerator_bytes=size,
             accelerator_tokens=tokens,
             max_tokens=longest - 1,
+            bytes_compared=self._watch.manager is None or self._watch.comparison is not None,
             about={
                 "model": f"{config.model_config.model}, {config.model_config.dtype}",
                 "device cache": f"{cache.num_blocks} blocks of {config.cache_config.block_size} "
@@ -320,7 +334,7 @@ class InProcess:
         def now() -> float:
             return time.perf_counter() - start
 
-        watch.start(now)
+        watch.start(now, keep=point.keep)
         told = PROGRESS_SECONDS
         ended = 0.0
         while not self._stopped and len(finished) < source.total:
@@ -337,15 +351,15 @@ class InProcess:
                 self._idle(source, handed)
                 times.idle += now() - handed
                 continue
-            spent, watch.waited = watch.meter.seconds, False
+            spent, watch.waited = watch.aside, False
             outputs = self._engine.step()
             stepped = now()
             times.steps += 1
             if watch.executed:
-                times.model += stepped - handed - (watch.meter.seconds - spent)
+                times.model += stepped - handed - (watch.aside - spent)
             elif self._scheduler.has_requests():
                 time.sleep(0.001)  # as vLLM's own loop does
-                times.idle += now() - handed - (watch.meter.seconds - spent)
+                times.idle += now() - handed - (watch.aside - spent)
             for output in outputs:
                 self._note(output, stepped, finished, answers, source)
             if watch.waited:
@@ -354,6 +368,7 @@ class InProcess:
                 ended = finished[-1].end
             times.scheduling += now() - stepped if watch.executed else 0.0
         times.engine = watch.meter.seconds
+        times.scheduling += watch.aside - watch.meter.seconds
         wall = now() if self._stopped else ended
         cpu = time.process_time() - cpu
         self._drain()

@@ -61,6 +61,8 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     accelerator_tokens: int
     max_tokens: int
     """Longest context of a request."""
+    bytes_compared: bool
+    """Whether every loaded block is compared with what was stored; so where nothing is loaded."""
     about: dict[str, str]
 
     @property

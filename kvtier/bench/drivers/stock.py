@@ -72,6 +72,7 @@ class StockWorker(OffloadingWorker):
 
     def __init__(self, worker: TransferWorker) -> None:
         self._worker = worker
+        self.pages = worker.pages
         self._next = 0
 
     def submit_store(
@@ -101,7 +102,7 @@ class StockWorker(OffloadingWorker):
         groups = chunk_groups(
             blocks.group_sizes,
             blocks.block_indices,
-            [group.blocks_per_chunk for group in self._worker.pages.groups],
+            [group.blocks_per_chunk for group in self.pages.groups],
         )
         if len(groups) != len(slots):
             raise InternalError(f"{len(slots)} rows for blocks of {len(groups)} chunks")
