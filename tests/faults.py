@@ -186,7 +186,6 @@ FAULTS: Mapping[str, str] = {
 REASONS: Mapping[str, str] = {
     "C27": "There is no network client: no tier opens connections.",
     "F11": "No extended attributes are used: checksums stand in the files.",
-    "H11": "kvtier makes no collective calls.",
     "L19": "Pipes are not given to an event loop.",
 }
 """Why a fault cannot happen, where the code that it needs does not exist."""

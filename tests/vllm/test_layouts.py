@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.namespace import decode_json, difference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
@@ -350,6 +351,38 @@ def test_a_stage_without_a_layer_of_a_group_is_refused_on_every_rank() -> None:
         ranks(lambda rank: {"ab"[rank]: (full, window)[rank]}, Parallel(1, pp=2)),
     ):
         pass
+
+
+@pytest.mark.fault("H11")
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_stage_that_refuses_has_told_the_others_its_sizes(
+    refusing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one collective call comes before anything that can fail on one stage alone."""
+    from kvtier.vllm import spec  # lazy: as above
+    from tests.vllm.ranks import Parallel, Ranks  # lazy: as above
+
+    asked: list[Any] = []
+    windows, areas = spec.window_chunks, Ranks._stage_areas
+
+    def window(config: Any, *arguments: Any) -> int | None:
+        if config.parallel_config.rank == refusing:
+            raise ConfigError("a layer of this stage cannot be had")
+        return windows(config, *arguments)
+
+    def stage_areas(made: Any, mine: Any) -> Any:
+        asked.append(mine)
+        return areas(made, mine)
+
+    monkeypatch.setattr(spec, "window_chunks", window)
+    monkeypatch.setattr(Ranks, "_stage_areas", stage_areas)
+    with (
+        pytest.raises(ConfigError, match="cannot be had"),
+        instance(LAYOUTS[0], Parallel(1, pp=2), stages=((0, 1), (2,))),
+    ):
+        pass
+    # The ranks are started one after the other here, the last of them is the one that refuses.
+    assert len(asked) == refusing + 1
 
 
 @pytest.mark.fault("R02")
