@@ -48,12 +48,23 @@ class Driver:
         self.preemptions = 0
         self.answers: dict[str, list[str]] = defaultdict(list)
         """Names of the manager's answers, in order, by our name of the request."""
+        self.found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """Each time that it was given blocks for a load: tokens that the device had, and loaded."""
         self.finished: dict[str, dict[str, Any]] = {}
         self._watch()
 
     def _watch(self) -> None:
         schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
         lookup = self.manager.lookup
+        connector = self.scheduler.connector.connector_scheduler
+        allocated = connector.update_state_after_alloc
+
+        def note_allocated(request: Any, blocks: Any, loaded: int) -> None:
+            allocated(request, blocks, loaded)
+            if loaded:
+                status = connector._req_status[request.request_id]
+                name = request.request_id.rpartition("-")[0]
+                self.found[name].append((status.num_locally_computed_tokens, loaded))
 
         def count_schedule(*args: Any, **kwargs: Any) -> Any:
             self.schedules += 1
@@ -72,6 +83,7 @@ class Driver:
         self.scheduler.schedule = count_schedule
         self.scheduler._preempt_request = count_preempt
         self.manager.lookup = note_lookup
+        connector.update_state_after_alloc = note_allocated
 
     def add(
         self, request: str, prompt: list[int], max_tokens: int = 4, stop: list[int] | None = None
@@ -140,9 +152,10 @@ class Driver:
             time.sleep(0.001)
         return {"schedules": self.schedules - before, "service_idle": self.kvtier.idle}
 
-    def reset(self, running: bool) -> bool:
-        """Empty every cache, those of the connector included, in the middle of things."""
-        return bool(self.engine.reset_prefix_cache(running, True))
+    def reset(self, running: bool, connector: bool = True) -> bool:
+        """Empty every cache, those of the `connector` included, in the middle of things; requests
+        that are `running` are preempted."""
+        return bool(self.engine.reset_prefix_cache(running, connector))
 
     def step_until(
         self, writes: bool = False, file: str | None = None, ended: int = 0, limit: float = 60.0
@@ -180,6 +193,7 @@ class Driver:
             "requests": len(self.kvtier._planner.requests),
             "service_idle": self.kvtier.idle,
             "preemptions": self.preemptions,
+            "found": dict(self.found),
             "answers": {name: sorted(set(some)) for name, some in self.answers.items()},
             "finished": self.finished,
         }

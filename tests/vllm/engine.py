@@ -180,8 +180,12 @@ class Host:
             arguments["kv_transfer_config"] |= {key: one for key, one in given.items() if one}
         with keep_device_cache() if device_cache else contextlib.nullcontext():
             self.llm = LLM(**(arguments | engine_args))
-        config = self.llm.llm_engine.vllm_config.cache_config
-        return {"block_size": config.block_size, "pid": os.getpid()}
+        config = self.llm.llm_engine.vllm_config
+        return {
+            "block_size": config.cache_config.block_size,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "pid": os.getpid(),
+        }
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None

@@ -83,6 +83,32 @@ class Probe(Damage):
         vars(self)["kvt_counts"] = [[0, 0] for _ in worker.region.geometry.groups]
         return counts or []
 
+    def kvt_steps(self) -> list[int]:
+        """Steps that brought this rank a job and those that brought none since the last call; the
+        first one begins to count."""
+        worker = self.kvt_worker()
+        counts = vars(self).get("kvt_step_counts")
+        if counts is None:
+            jobs, get_finished = worker.jobs, worker.get_finished
+            store, load = jobs.store, jobs.load
+            given = [0]
+
+            def count(submit: Any) -> Any:
+                def counted(*args: Any) -> Any:
+                    given[0] += 1
+                    return submit(*args)
+
+                return counted
+
+            def step() -> Any:
+                vars(self)["kvt_step_counts"][0 if given[0] else 1] += 1
+                given[0] = 0
+                return get_finished()
+
+            jobs.store, jobs.load, worker.get_finished = count(store), count(load), step
+        vars(self)["kvt_step_counts"] = [0, 0]
+        return counts or []
+
     def kvt_digests(self, group: int) -> list[str]:
         """Digest of each accelerator block over all layers of `group`."""
         caches = self.kvt_worker().pages.caches

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError, InternalError
+from tests.vllm.test_layouts import LAYOUTS, instance
 from tests.vllm.test_transfers import BLOCKS, Rig, key, rig
 
 pytestmark = pytest.mark.vllm
@@ -165,3 +166,48 @@ def test_tensors_of_a_gpu_get_side_streams(monkeypatch: pytest.MonkeyPatch) -> N
     with rig() as world:
         assert isinstance(world.workers[0].jobs.engine, StreamEngine)
     assert made == [gpu]
+
+
+@pytest.mark.fault("R08")
+@pytest.mark.usefixtures("in_process")
+def test_a_rank_has_its_line_and_its_part_of_a_slot_on_whichever_device_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks 0 and 1 on devices 2 and 0 of a permuted machine: the slots are those of ranks in host
+    memory, and as many."""
+    import torch  # lazy: as above
+
+    from tests.device.fake import FakeDevice  # lazy: as above
+    from tests.vllm.ranks import Parallel  # lazy: as above
+
+    made: list[tuple[int | None, FakeDevice]] = []
+
+    def device(where: torch.device) -> FakeDevice:
+        made.append((where.index, FakeDevice()))
+        return made[-1][1]
+
+    places = iter([torch.device("cuda", 2), torch.device("cuda", 0)])
+    layout = LAYOUTS[0]
+    with instance(layout, Parallel(1)) as plain:
+        slots = plain.made.region.geometry.num_slots
+        size = plain.made.region.geometry.slot_bytes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1,0")
+    monkeypatch.setattr("kvtier.vllm.pages.usable_device", lambda devices: next(places))
+    monkeypatch.setattr("kvtier.vllm.worker.CudaDevice", device)
+    with instance(layout, Parallel(2)) as engine:
+        region = engine.made.region
+        assert [index for index, _ in made] == [2, 0]
+        assert [worker.rank for worker in engine.made.workers] == [0, 1]
+        assert region.unsigned() == []
+        assert (region.geometry.num_slots, region.geometry.slot_bytes) == (slots, size)
+        for rank, (_, fake) in enumerate(made):
+            for cache in engine.made.caches[rank].values():
+                fake.own(cache)
+        written = engine.write()
+        for number, slot in enumerate(written):
+            chunk = engine.model.chunk(layout, number)
+            assert bytes(engine.made.payload(0, slot)) == chunk
+        engine.read()
+        assert {region.finished(rank) for rank in range(2)} == {len(written)}
+    for _, fake in made:
+        fake.check()

@@ -129,6 +129,55 @@ def test_tiers_of_other_people(
             assert again["tokens"] == control["tokens"]
 
 
+@pytest.mark.fault("V04")
+def test_what_the_device_has_is_not_read_again(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    """The device has lost a prompt's last blocks and host memory all of it: the gap comes from the
+    files, and nothing else. A preemption that takes the device's part plans anew, for all."""
+    mine = prompt(1)
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        engine.start(**options(model, own_shm_directory, tmp_path / "files"))
+        one = Served(engine)
+        one.run(mine)
+        control = one.run(mine)
+        engine.call("note_requests")
+
+        def drive(name: str, **arguments: Any) -> Any:
+            return engine.call("drive", name=name, **arguments)
+
+        drive("answer", request="again", prompt=mine, max_tokens=8)
+        (keys,) = engine.call("chunks")
+        assert len(keys) == CHUNKS
+        drive("answer", request="other", prompt=prompt(2, 12 * BLOCK_TOKENS))
+        one.settle()
+        assert engine.call("drop", keys=keys) == CHUNKS
+        before = one.state()
+        assert before["tier_hits"].get("fs", 0) == 0
+
+        drive("add", request="mine", prompt=mine, max_tokens=8)
+        while not (found := drive("state")["found"].get("mine")):
+            drive("step")
+        ((there, gap),) = found
+        assert there + gap == CHUNKS * BLOCK_TOKENS
+        assert min(there, gap) >= 4 * BLOCK_TOKENS
+        lost = gap // BLOCK_TOKENS
+        assert one.settle()["tier_hits"]["fs"] == lost
+        (rank,) = engine.call("rpc", name="kvt_state")
+        assert rank["loaded_chunks"] == lost
+
+        drive("step", steps=4)
+        assert drive("state")["finished"].get("mine") is None
+        assert drive("reset", running=True, connector=False)
+        drive("drain")
+        state = drive("state")
+        assert [list(one) for one in state["found"]["mine"][1:]] == [[0, CHUNKS * BLOCK_TOKENS]]
+        assert one.settle()["tier_hits"]["fs"] == CHUNKS  # what was read once is in host memory
+        (rank,) = engine.call("rpc", name="kvt_state")
+        assert rank["loaded_chunks"] == lost + CHUNKS
+        assert state["finished"]["mine"]["tokens"] == control["tokens"]
+
+
 class Gated:
     """An engine driven step by step, whose one tier has gates.
 
