@@ -141,6 +141,25 @@ def warn_of_policy(vllm_config: VllmConfig) -> None:
         )
 
 
+def warn_of_chunks(vllm_config: VllmConfig, config: OffloadingConfig) -> None:
+    """Say so where a chunk is so much longer than its window that vLLM may give its first blocks
+    away before its last ones are computed; nobody can store it then."""
+    for group in config.groups:
+        specs = [_layer_spec(vllm_config, name) for name in group.layer_names]
+        windows = [one.sliding_window for one in specs if isinstance(one, SlidingWindowSpec)]
+        block, per_chunk = group.tokens_per_block, config.cache.blocks_per_chunk
+        if windows and block * per_chunk >= min(windows) + block:
+            logger.warning(
+                "kvtier: chunks of %d tokens are longer than the sliding window of %d: where a "
+                "prefill step ends inside a chunk, vLLM may reuse the chunk's first blocks before "
+                "it is whole, and then it is not stored; blocks_per_chunk up to %d avoids that",
+                block * per_chunk,
+                min(windows),
+                -(-min(windows) // block),
+            )
+            return
+
+
 def keeps_last_state(vllm_config: VllmConfig, layer_names: Sequence[str]) -> bool:
     """Whether vLLM stores and loads one block of a chunk alone, the state at the chunk's end."""
     specs = (_layer_spec(vllm_config, name) for name in layer_names)
@@ -228,6 +247,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         region.sign(parallel.rank)
         if region.is_creator:
             warn_of_policy(vllm_config)
+            warn_of_chunks(vllm_config, config)
             # The manager sees the slots that have memory by now, and more with each step.
             region.populate(lambda available: None)
         worker = TransferWorker(region, pages, parallel.rank)
