@@ -195,6 +195,14 @@ VLLM_KEYS = frozenset(
 )
 """Keys of ``kv_connector_extra_config`` that vLLM itself reads; they are passed over."""
 
+VLLM_WITHOUT_MEANING: Mapping[str, str] = {
+    "cache_policy_module_path": "kvtier has eviction policies of its own; set eviction_policy to "
+    "lru or arc",
+    "max_tracker_size": "kvtier counts what is offered for twice as many chunks as host memory "
+    "holds",
+}
+"""Keys of ``kv_connector_extra_config`` that have nothing to set here, and why."""
+
 VLLM_NAMES: Mapping[str, str] = {
     "cpu_bytes_to_use": "capacity_bytes",
     "eviction_policy": "policy",
@@ -256,19 +264,29 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
     for key, value in extra.items():
         if key in VLLM_KEYS or key == "kvtier_config":
             continue
-        if key == "cache_policy_module_path":
-            raise ConfigError(f"{key}: kvtier has policies of its own; set policy to lru or arc")
-        if key == "store_threshold":
-            raise ConfigError(f"{key}: set it inside the tier that it is meant for")
+        if key in VLLM_WITHOUT_MEANING:
+            logger.warning("%s is passed over: %s", key, VLLM_WITHOUT_MEANING[key])
+            continue
         name = VLLM_NAMES.get(key, key)
         if name in data:
             raise ConfigError(f"{key}: is the same as {name}, which is set too; keep one of them")
         data[name] = value
+    _without_policy_class(extra, data)
     backpressure = data.pop("backpressure", None)
+    threshold = data.pop("store_threshold", 0)
+    if type(threshold) is not int or threshold < 0:
+        raise ConfigError(
+            f"kv_connector_extra_config: store_threshold: is a count, got {threshold!r:.80}"
+        )
     if isinstance(data.get("tiers"), list | tuple):
         typed = "secondary_tiers" if "secondary_tiers" in extra else "tiers"
-        tiers = _without_detectors(data["tiers"], backpressure)
+        tiers = _with_threshold(_without_detectors(data["tiers"], backpressure), threshold)
         data["tiers"] = [_fs_names(tier, f"{typed}[{i}]") for i, tier in enumerate(tiers)]
+    if threshold > 1:
+        logger.warning(
+            "store_threshold holds for the tiers: host memory takes every chunk at once, which no "
+            "request waits for, and evicts first what is not used again"
+        )
     data.setdefault("isolation", "process")
     literal = list(_literal_secrets(data, ""))
     if literal:
@@ -337,6 +355,21 @@ def _without_detectors(tiers: list[Any] | tuple[Any, ...], default: object) -> l
             "leaves vLLM's detector out; write defer or drop"
         )
     return kept
+
+
+def _with_threshold(tiers: list[Any], default: int) -> list[Any]:
+    """Tiers with the default of ``store_threshold``; 0 is vLLM's word for none."""
+    if not default:
+        return tiers
+    return [
+        {"store_threshold": default} | tier if isinstance(tier, dict) else tier for tier in tiers
+    ]
+
+
+def _without_policy_class(extra: Mapping[str, Any], data: dict[str, Any]) -> None:
+    """The name of a class in ``cache_policy_module_path`` goes with the module; lru stays."""
+    if "cache_policy_module_path" in extra and data.get("policy") not in ("lru", "arc"):
+        data.pop("policy", None)
 
 
 def describe(config: Config) -> str:

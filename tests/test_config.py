@@ -430,6 +430,44 @@ def test_vllm_detectors_are_left_out_with_one_warning(
     assert "leaves vLLM's detector out; write defer or drop" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("extra", "policy", "words"),
+    [
+        ({"cache_policy_module_path": "mine.policies"}, "lru", "eviction policies of its own"),
+        (
+            {"cache_policy_module_path": "mine.policies", "eviction_policy": "MyPolicy"},
+            "lru",
+            "eviction policies of its own",
+        ),
+        (
+            {"cache_policy_module_path": "mine.policies", "eviction_policy": "arc"},
+            "arc",
+            "eviction policies of its own",
+        ),
+        ({"max_tracker_size": 1000}, "lru", "twice as many chunks"),
+    ],
+)
+def test_what_means_nothing_here_is_passed_over_with_the_reason(
+    extra: dict[str, Any], policy: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert parse_extra_config({"cpu_bytes_to_use": 1} | extra).policy == policy
+    (record,) = caplog.records
+    assert f"{next(iter(extra))} is passed over: " in record.getMessage()
+    assert words in record.getMessage()
+
+
+@pytest.mark.parametrize(("threshold", "warnings"), [(0, 0), (1, 0), (3, 1)])
+def test_a_threshold_at_the_top_is_the_default_of_every_tier(
+    threshold: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = [{"type": "a"}, {"type": "b", "store_threshold": 2}]
+    extra = {"cpu_bytes_to_use": 1, "store_threshold": threshold, "secondary_tiers": tiers}
+    config = parse_extra_config(extra)
+    assert [tier.store_threshold for tier in config.tiers] == [max(1, threshold), 2]
+    assert len(caplog.records) == warnings
+    assert all("holds for the tiers" in one.getMessage() for one in caplog.records)
+
+
 def test_a_detector_in_a_file_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"capacity_bytes": 1, "tiers": [{"type": "a", "backpressure": DETECTOR}]})
@@ -444,8 +482,8 @@ def test_a_detector_in_a_file_is_refused() -> None:
         ({"cpu_bytes_to_use": 1, "capacity_bytes": 1}, "is the same as"),
         ({"cpu_bytes_to_use": "5G"}, "extra_config: cpu_bytes_to_use: '5G'"),
         ({"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": ""}]}, ": secondary_tiers[0].type"),
-        ({"cpu_bytes_to_use": 1, "cache_policy_module_path": "x"}, "lru or arc"),
-        ({"cpu_bytes_to_use": 1, "store_threshold": 2}, "inside the tier"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold: is a count, got -1"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": True}, "store_threshold: is a count"),
         ({"cpu_byte_to_use": 1}, "unknown key 'cpu_byte_to_use'"),
         ({}, "extra_config: cpu_bytes_to_use: is missing"),
     ],
