@@ -86,9 +86,14 @@ class Driver:
         connector.update_state_after_alloc = note_allocated
 
     def add(
-        self, request: str, prompt: list[int], max_tokens: int = 4, stop: list[int] | None = None
+        self,
+        request: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        stop: list[int] | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
-        """A greedy request."""
+        """A greedy request; `transfer` is what it says to the connector."""
         from vllm import SamplingParams  # lazy: the parent imports this module too
 
         parameters = SamplingParams(
@@ -98,6 +103,7 @@ class Driver:
             detokenize=False,
             ignore_eos=True,
             stop_token_ids=stop,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         self.engine.add_request(request, {"prompt_token_ids": prompt}, parameters)
 

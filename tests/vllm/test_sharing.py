@@ -113,6 +113,58 @@ def test_another_salt_finds_nothing_in_host_memory_or_files(served: Served) -> N
     served.forget_device()
 
 
+@pytest.mark.fault("C13")
+@pytest.mark.usefixtures("in_process")
+def test_another_adapter_with_the_same_salt_finds_nothing() -> None:
+    """Keys as vLLM makes them of its requests, in kvtier's manager."""
+    # lazy: only here is vLLM needed in this process
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+    from vllm.v1.request import Request
+
+    from tests.vllm.ranks import Parallel  # lazy: as above
+    from tests.vllm.test_layouts import BLOCKS_PER_CHUNK as PER_CHUNK
+    from tests.vllm.test_layouts import CHUNKS, LAYOUTS, instance
+
+    tokens = 16 * PER_CHUNK
+    init_none_hash(sha256)
+
+    def keys(adapter: LoRARequest | None) -> list[bytes]:
+        request = Request(
+            request_id="r",
+            prompt_token_ids=prompt(1, CHUNKS * tokens),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            lora_request=adapter,
+            cache_salt="one",
+            block_hasher=get_request_block_hasher(tokens, sha256),
+        )
+        return [make_offload_key(one, 0) for one in request.block_hashes]
+
+    first = LoRARequest("first", 1, "/adapters/1")
+    with instance(LAYOUTS[0], Parallel()) as engine:
+        engine.keys = keys(first)
+        engine.write()
+        context = ReqContext(req_id="other")
+
+        def answers(adapter: LoRARequest | None) -> set[str]:
+            found = keys(adapter)
+            assert len(found) == CHUNKS
+            return {engine.made.manager.lookup(one, context).name for one in found}
+
+        assert answers(first) == {"HIT"}
+        others = [
+            LoRARequest("second", 2, "/adapters/2"),
+            LoRARequest("first", 1, "/adapters/3"),  # the name points elsewhere now
+            None,
+        ]
+        for other in others:
+            assert answers(other) == {"MISS"}
+
+
 @pytest.mark.fault("C20")
 @pytest.mark.parametrize("source", ["host", "files"])
 @pytest.mark.parametrize(

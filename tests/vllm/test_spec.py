@@ -197,6 +197,7 @@ def test_the_operators_fingerprint_comes_first() -> None:
     assert model_fingerprint(vllm_config, None) == "revision:r1"
 
 
+@pytest.mark.fault("U06")
 def test_every_override_has_the_signature_of_the_running_vllm() -> None:
     # lazy: as above
     from vllm.v1.kv_offload import base

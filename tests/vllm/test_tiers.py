@@ -129,6 +129,64 @@ def test_tiers_of_other_people(
             assert again["tokens"] == control["tokens"]
 
 
+@pytest.mark.fault("K10")
+def test_what_a_request_says_of_its_tiers_and_a_host_smaller_than_one_request(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    """``kv_load_tiers`` and ``max_offload_tokens`` mean what they mean in vLLM. Host memory has
+    eight slots: of a prompt of twenty chunks the first are kept, and the engine serves on."""
+    slots = 8
+    with Engine(tmp_path / "log", environment(1)) as engine:
+        engine.start(
+            **options(
+                model, own_shm_directory, tmp_path / "files", cpu_bytes_to_use=slots * (256 << 10)
+            )
+        )
+        one = Served(engine)
+
+        def run(name: str, seed: int, chunks: int, **transfer: Any) -> int:
+            """Chunks that a request has got from somewhere."""
+            answer = engine.call(
+                "drive",
+                name="answer",
+                request=name,
+                prompt=prompt(seed, chunks * BLOCK_TOKENS + 8),
+                transfer=transfer or None,
+            )
+            one.settle()
+            assert len(answer["tokens"]) == 4
+            return int(answer["cached"] // BLOCK_TOKENS)
+
+        def hits() -> int:
+            return int(one.state()["tier_hits"].get("fs", 0))
+
+        # Of five chunks the first two are stored.
+        assert run("limited", 1, 5, max_offload_tokens=2 * BLOCK_TOKENS + 1) == 0
+        one.forget_device()
+        assert run("limited again", 1, 5, max_offload_tokens=0) == 2
+        assert hits() == 0
+        assert one.state()["ready"] == 2
+
+        # Larger than host memory: what fits is stored, in order, and comes back.
+        assert run("large", 2, CHUNKS) == 0
+        one.forget_device()
+        kept = run("large again", 2, CHUNKS)
+        assert 1 <= kept <= slots
+        assert one.state()["failed"] == 0
+
+        # Now the first prompt is in the files alone.
+        before = hits()
+        one.forget_device()
+        assert run("none", 1, 5, kv_load_tiers=[], max_offload_tokens=0) == 0
+        one.forget_device()
+        assert run("host", 1, 5, kv_load_tiers=[{"medium": "CPU"}], max_offload_tokens=0) == 0
+        assert hits() == before
+        one.forget_device()
+        files = [{"medium": "storage", "locality": "local"}]
+        assert run("files", 1, 5, kv_load_tiers=files, max_offload_tokens=0) == 2
+        assert hits() == before + 2
+
+
 @pytest.mark.fault("V04")
 def test_what_the_device_has_is_not_read_again(
     model: Path, own_shm_directory: Path, tmp_path: Path
