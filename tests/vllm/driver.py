@@ -129,6 +129,21 @@ class Driver:
         self.finished |= ended
         return ended
 
+    def timed(self, span: float) -> list[tuple[float, int]]:
+        """Of the steps in a span of seconds how long each took, and the worker's jobs that were in
+        flight after it."""
+        # lazy: the parent imports this module too
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker: Any = get_kv_transfer_group()
+        jobs = worker.connector_worker.worker.jobs
+        found = []
+        end = time.perf_counter() + span
+        while (begin := time.perf_counter()) < end:
+            self.step()
+            found.append((time.perf_counter() - begin, len(jobs)))
+        return found
+
     def drain(self, seconds: float = 60.0) -> int:
         """Step as long as vLLM's own loop would; the number of calls of the scheduler."""
         before = self.schedules

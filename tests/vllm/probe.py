@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,27 @@ class Probe(Damage):
             raise RuntimeError("broken by the test")
 
         self.kvt_worker().jobs.engine.load = fail
+
+    def kvt_slow_copies(self, seconds: float) -> None:
+        """From now on every copy begins so much later, on a thread of its own."""
+        engine = self.kvt_worker().jobs.engine
+
+        def slow(copy: Any) -> Any:
+            def later(*args: Any) -> Future[int]:
+                done: Future[int] = Future()
+
+                def start() -> None:
+                    try:
+                        done.set_result(copy(*args).result())
+                    except Exception as exc:  # noqa: BLE001  told to whoever waits
+                        done.set_exception(exc)
+
+                threading.Timer(seconds, start).start()
+                return done
+
+            return later
+
+        engine.store, engine.load = slow(engine.store), slow(engine.load)
 
     def kvt_wipe(self) -> None:
         """Overwrite every accelerator block, so that only a load can bring old bytes back."""

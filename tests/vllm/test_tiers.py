@@ -8,6 +8,7 @@ empty, and so many chunks came from the tier. What a reload brings is told by te
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,42 @@ def test_tiers_of_other_people(
             assert hits == 0
             assert after["corrupt"]["own"] >= 1
             assert again["tokens"] == control["tokens"]
+
+
+def test_a_slow_copy_costs_a_step_nothing(
+    model: Path, own_shm_directory: Path, tmp_path: Path
+) -> None:
+    """A request answers token by token while the blocks of others are copied, in both directions.
+    Its steps go on during a copy of two seconds, and take no longer than without one."""
+    one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with Engine(tmp_path / "log", environment(1) | one_thread) as engine:
+        arguments = options(model, own_shm_directory, tmp_path / "files", secondary_tiers=[])
+        engine.start(**(arguments | {"blocks": 64}))
+
+        def drive(name: str, **arguments: Any) -> Any:
+            return engine.call("drive", name=name, **arguments)
+
+        drive("answer", request="first", prompt=prompt(1))
+        assert engine.call("reset")
+        drive("add", request="talk", prompt=prompt(9, 64), max_tokens=3000)
+        drive("step", steps=4)
+        alone = [seconds for seconds, _ in drive("timed", span=0.5)]
+        engine.call("rpc", name="kvt_slow_copies", arguments=[2.0])
+        for request, seed, cached in (("again", 1, CHUNKS * BLOCK_TOKENS), ("new", 2, 0)):
+            drive("add", request=request, prompt=prompt(seed), max_tokens=1)
+            steps: list[tuple[float, int]] = []
+            deadline = time.monotonic() + 60
+            # A store begins with the step after the one that has computed its blocks.
+            while request not in drive("state")["finished"] or steps[-1][1] or len(steps) < 8:
+                assert time.monotonic() < deadline, steps[-3:]
+                steps += drive("timed", span=0.5)
+            assert drive("state")["finished"][request]["cached"] == cached
+            beside = [seconds for seconds, jobs in steps if jobs]
+            assert len(beside) >= 4, steps
+            assert statistics.median(beside) < statistics.median(alone) + 0.25
+        assert "talk" not in drive("state")["finished"]
+        drive("abort", request="talk")
+        drive("drain")
 
 
 @pytest.mark.fault("K10")
