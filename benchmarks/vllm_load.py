@@ -71,7 +71,8 @@ FASTER, SMALL_LOSS, OWN_SHARE, GAIN, OVER_HOST = 10.0, 0.97, 0.02, 2.0, 1.5
 
 NOTES = """Inside the device cache all that kvtier does is overhead: it copies every chunk out and
 none comes back. Beyond host memory, host memory alone keeps nothing that comes back in time:
-conversations take turns, the worst case of LRU.
+conversations take turns, the worst case of LRU. What is found there all the same (shares, in
+the line) hangs on single slots: kvtier keeps two of the 85 free for the next promotion.
 """
 
 
