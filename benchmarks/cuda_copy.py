@@ -98,14 +98,15 @@ class Subject:
         geometry = make_geometry([group], self.chunks * group.payload_bytes)
         self.region = Region.create("bench", geometry, {}, tp, directory=directory)
         self.region.populate(lambda available: None)
-        place = (self.region.base_address, geometry.slot_bytes, geometry.num_slots)
-        plan = compile_plan(group, pages, region=place, owner=self.region)
+        plan = compile_plan(group, pages, region=self.region.area(0), owner=self.region)
         self.engine = StreamEngine(device, self.region, [pages], [plan])
         self.engine.open()
         rng = np.random.default_rng(0)
         self._blocks = rng.permutation(self.chunks).astype(np.int64)
         slots = rng.permutation(self.chunks).astype(np.int64)
-        self._addresses, self._page_ids = expand_slots(slots, group, place[0], place[1])
+        self._addresses, self._page_ids = expand_slots(
+            slots, group, self.region.base_address, geometry.slot_bytes
+        )
         self.longest_submit = 0.0
 
     def store(self) -> None:

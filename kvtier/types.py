@@ -7,7 +7,7 @@ Owns no state. Importable without torch and vLLM.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -147,30 +147,107 @@ class GroupGeometry(msgspec.Struct, frozen=True):
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Shape of a region: slots of one size for the chunks of all groups."""
+    """Shape of a region: numbered slots of one size, and how many of them a chunk takes.
+
+    A chunk of a group takes ``widths[group]`` neighbouring slots and is named by the first one, so
+    an address follows from a number alone: ``number * slot_bytes``. Where that is 1 for all groups
+    there is nothing else to know. Otherwise the region is cut into slabs of `slab_slots` slots,
+    each of which holds chunks of one width at a time, side by side from its start.
+    """
 
     groups: tuple[GroupGeometry, ...]
     num_slots: int
     slot_bytes: int
-    """Distance between two slots, a multiple of 4096, at least the largest payload."""
+    """Distance between two slots, a multiple of 4096."""
+    slab_slots: int = 1
+    """Slots of a slab, at least the largest width; 1: every chunk fits one slot."""
 
     @property
     def payload_bytes(self) -> tuple[int, ...]:
         """Chunk bytes by group."""
         return tuple(group.payload_bytes for group in self.groups)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Slots that a chunk takes, by group. Groups of equal width are one size class."""
+        return tuple(-(-payload // self.slot_bytes) for payload in self.payload_bytes)
+
+    @property
+    def size_groups(self) -> tuple[int, ...]:
+        """The first group of each size class."""
+        return tuple(self.widths.index(width) for width in sorted(set(self.widths)))
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of a slab; no chunk crosses the end of one."""
+        return self.slab_slots * self.slot_bytes
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs of the region."""
+        return self.num_slots // self.slab_slots
+
+    def slots_in(self, size: int) -> int:
+        """Slots of the whole slabs in the first `size` bytes."""
+        return size // self.slab_bytes * self.slab_slots
+
+    @property
+    def stride_bytes(self) -> tuple[int, ...]:
+        """Distance between two chunks in a slab, by group."""
+        return tuple(width * self.slot_bytes for width in self.widths)
+
+    @property
+    def chunk_bytes(self) -> tuple[float, ...]:
+        """Memory that a chunk costs, by group: its stride and its share of the end of a slab that
+        is too short for one more."""
+        return tuple(self.slab_bytes / (self.slab_slots // width) for width in self.widths)
+
+    @property
+    def padding_ratio(self) -> tuple[float, ...]:
+        """By group: the part of its memory that its chunks leave unused."""
+        return tuple(
+            1 - payload / cost
+            for payload, cost in zip(self.payload_bytes, self.chunk_bytes, strict=True)
+        )
+
 
 PAGE_BYTES = 4096
 
+MAX_PADDING = 0.15
+"""Part of a group's memory that may be padding before another division is looked for."""
 
-def make_geometry(groups: Sequence[GroupGeometry], capacity_bytes: int) -> Geometry:
+METADATA_BYTES = 160
+"""What a slot costs besides its payload, at most."""
+
+_PARTS = 16
+"""Slots of a chunk, and widest chunks of a slab, that are tried at most."""
+
+_SLABS_A_CLASS = 4
+"""A slab of several widest chunks is chosen only if a region has so many for each size class."""
+
+
+def make_geometry(
+    groups: Sequence[GroupGeometry], capacity_bytes: int, *, one_size: bool = False
+) -> Geometry:
     """Geometry of a region of `capacity_bytes` for chunks of `groups`.
+
+    One slot a chunk where that wastes no more than ``MAX_PADDING`` of any group's memory. Otherwise
+    the division with the fewest size classes that does not; among several the one that loses least
+    to padding, metadata and slabs in use by one class only.
+
+    Parameters
+    ----------
+    groups : sequence of GroupGeometry
+    capacity_bytes : int
+    one_size : bool
+        One slot a chunk in any case.
 
     Raises
     ------
     ValueError
         If not even one slot fits, or too many do; the message names the bound.
     """
+    groups = tuple(groups)
     largest = max(group.payload_bytes for group in groups)
     slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
     num_slots = capacity_bytes // slot_bytes
@@ -184,7 +261,39 @@ def make_geometry(groups: Sequence[GroupGeometry], capacity_bytes: int) -> Geome
             f"host memory of {capacity_bytes} bytes would be {num_slots} chunks: there may be "
             f"{MAX_SLOTS}, give at most {MAX_SLOTS * slot_bytes} bytes, or larger chunks"
         )
-    return Geometry(groups=tuple(groups), num_slots=num_slots, slot_bytes=slot_bytes)
+    plain = Geometry(groups, num_slots, slot_bytes)
+    if one_size or max(plain.padding_ratio) <= MAX_PADDING:
+        return plain
+    return min((plain, *_divisions(groups, capacity_bytes)), key=_losses(capacity_bytes))
+
+
+def _divisions(groups: tuple[GroupGeometry, ...], capacity_bytes: int) -> Iterator[Geometry]:
+    """Ways to cut a region into slabs."""
+    payloads = {group.payload_bytes for group in groups}
+    sizes = {-(-p // (parts * PAGE_BYTES)) for p in payloads for parts in range(1, _PARTS + 1)}
+    for slot_bytes in sorted((pages * PAGE_BYTES for pages in sizes), reverse=True):
+        widths = {-(-payload // slot_bytes) for payload in payloads}
+        for chunks in range(1, _PARTS + 1):
+            slab_slots = chunks * max(widths)
+            num_slabs = capacity_bytes // (slab_slots * slot_bytes)
+            least = 1 if chunks == 1 else _SLABS_A_CLASS * len(widths)
+            if slab_slots > 1 and least <= num_slabs <= MAX_SLOTS // slab_slots:
+                yield Geometry(groups, num_slabs * slab_slots, slot_bytes, slab_slots)
+
+
+def _losses(capacity_bytes: int) -> Callable[[Geometry], tuple[int, float]]:
+    """What to compare divisions of `capacity_bytes` by."""
+
+    def losses(geometry: Geometry) -> tuple[int, float]:
+        padding = max(geometry.padding_ratio)
+        classes = len(set(geometry.widths))
+        # A share of the region each: padding, metadata, and a slab of each class with room in it.
+        lost = padding + METADATA_BYTES / geometry.slot_bytes
+        if geometry.slab_slots > 1:
+            lost += classes * geometry.slab_bytes / capacity_bytes
+        return (classes if padding <= MAX_PADDING else len(geometry.groups) + 1), lost
+
+    return losses
 
 
 class TierMatch(msgspec.Struct, frozen=True):

@@ -3,14 +3,17 @@
 
 Own plain lists and dictionaries; any thread. `PureSlots` has the words of the slots and is told
 which slot the index chose. In `PureIndex` slots have no numbers: what is compared is which keys are
-there, in which state, and which go in which order. Costs are linear on purpose.
+there, in which state, and which go in which order. `PureSizes`, several of them that share slabs,
+is told the numbers. Costs are linear on purpose.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from math import inf
 
 FREE, WRITING, READY, ORPHAN = range(4)
 OWNER, SERVICE = 0, 1
@@ -107,12 +110,21 @@ class Chunk:
     fresh: bool = True
     owner: int = 0
     service: int = 0
+    rank: int = 0
+    slot: int = -1
 
 
 class PureIndex:
-    """`Index` with "lru" or "arc" over `capacity` slots."""
+    """`Index` with "lru" or "arc" over `capacity` slots; `clock` ranks uses, others' too."""
 
-    def __init__(self, capacity: int, policy: str = "lru", track_unsaved: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        policy: str = "lru",
+        track_unsaved: bool = False,
+        clock: Iterator[int] | None = None,
+    ) -> None:
+        self.clock = count(1) if clock is None else clock
         self.capacity = capacity
         self.arc = policy == "arc"
         self.track_unsaved = track_unsaved
@@ -162,9 +174,7 @@ class PureIndex:
         for unsaved in (False,) if saved_only else (False, True):
             for which in (first, 1 - first):
                 for key, chunk in self.classes[which].items():
-                    if chunk.state != READY or chunk.owner or chunk.service or key in keep:
-                        continue
-                    if chunk.unsaved and not unsaved:
+                    if not self.can_go(key, keep, unsaved):
                         continue
                     if self.arc and not (ghost == 0 and which == 0 and t1 == self.capacity):
                         self.ghosts[which][key] = None
@@ -173,6 +183,21 @@ class PureIndex:
                         self.trim()
                     return key, chunk.unsaved
         return None
+
+    def can_go(self, key: bytes, keep: set[bytes], unsaved: bool) -> bool:
+        chunk = self.get(key)
+        assert chunk is not None
+        used = chunk.state != READY or chunk.owner or chunk.service or key in keep
+        return not used and (unsaved or not chunk.unsaved)
+
+    def oldest(self, keep: set[bytes]) -> tuple[float, bool]:
+        """Rank of the oldest chunk that can go, a saved one if there is any; and if it is none."""
+        chunks = {**self.classes[0], **self.classes[1]}
+        for unsaved in (False, True):
+            ranks = [c.rank for key, c in chunks.items() if self.can_go(key, keep, unsaved)]
+            if ranks:
+                return min(ranks), unsaved
+        return inf, True
 
     def trim(self) -> None:
         """|T1| + |B1| <= c, all four <= 2c (case IV), ghosts <= c."""
@@ -185,6 +210,7 @@ class PureIndex:
             (b2 or b1).popitem(last=False)
 
     def insert(self, key: bytes, ghost: int, chunk: Chunk) -> None:
+        chunk.rank = next(self.clock)
         self.classes[1 if ghost else 0][key] = chunk
         self.trim()
 
@@ -239,6 +265,7 @@ class PureIndex:
                 if chunk:
                     up = 1 if self.arc and not chunk.fresh else which
                     chunk.fresh = False
+                    chunk.rank = next(self.clock)
                     self.classes[up][key] = chunk
                     break
 
@@ -274,3 +301,262 @@ class PureIndex:
         while ahead < len(t1) and (not t2 or len(t1) - ahead > self.p):
             ahead += 1
         return t1[:ahead] + t2 + t1[ahead:]
+
+
+OLDER = 4
+PAUSE = 16
+
+
+class PureSizes:
+    """`Index` with several size classes: a `PureIndex` for each, over slabs that change hands.
+
+    `widths` are those of the groups; `slab_slots` slots make a slab. Everything that takes slots is
+    told which ones (`slots` of keys, or of a loan) and checks that they may be.
+    """
+
+    def __init__(
+        self,
+        num_slabs: int,
+        slab_slots: int,
+        widths: Sequence[int],
+        policy: str = "lru",
+        track_unsaved: bool = False,
+    ) -> None:
+        self.num_slabs = num_slabs
+        self.slab_slots = slab_slots
+        self.track_unsaved = track_unsaved
+        self.uses = 0
+        self.widths = sorted(set(widths))
+        self.size_of = [self.widths.index(width) for width in widths]
+        self.sizes = [PureIndex(0, policy, track_unsaved, self.ranks()) for _ in self.widths]
+        self.room = [slab_slots // width for width in self.widths]
+        self.pause = [0 for _ in self.widths]
+        self.slabs: dict[int, int] = {}
+        """Size class of each slab that is in use."""
+        self.taken: dict[int, bytes] = {}
+        """Key of each slot in use; b"" for one without (any more)."""
+
+    def ranks(self) -> Iterator[int]:
+        """The clock of all classes."""
+        while True:
+            self.uses += 1
+            yield self.uses
+
+    def of(self, key: bytes) -> int:
+        return self.size_of[int.from_bytes(key[-4:], "big")]
+
+    def get(self, key: bytes) -> Chunk | None:
+        return self.sizes[self.of(key)].get(key)
+
+    def lookup(self, key: bytes) -> int:
+        return self.sizes[self.of(key)].lookup(key)
+
+    def free_slabs(self) -> int:
+        return self.num_slabs - sum(
+            x.capacity // r for x, r in zip(self.sizes, self.room, strict=True)
+        )
+
+    def free_for(self, size: int) -> int:
+        return self.sizes[size].num_free + self.free_slabs() * self.room[size]
+
+    def take(self, size: int, slot: int, key: bytes) -> None:
+        """A slot is in use from now on; its slab is one of the class, or of nobody so far."""
+        slab, inside = divmod(slot, self.slab_slots)
+        width = self.widths[size]
+        assert slab < self.num_slabs
+        assert self.slabs.setdefault(slab, size) == size
+        assert inside % width == 0
+        assert inside + width <= self.slab_slots
+        assert slot not in self.taken, "a slot in use is given away"
+        self.taken[slot] = key
+
+    def free(self, slot: int) -> None:
+        """A slot is not in use any more; a slab without any is nobody's."""
+        del self.taken[slot]
+        slab = slot // self.slab_slots
+        if all(other // self.slab_slots != slab for other in self.taken):
+            size = self.slabs.pop(slab)
+            x = self.sizes[size]
+            x.capacity -= self.room[size]
+            x.p = min(x.p, x.capacity)
+            x.trim()
+
+    def slab_can_go(self, slab: int, keep: set[bytes], unsaved: bool) -> bool:
+        x = self.sizes[self.slabs[slab]]
+        keys = [key for slot, key in self.taken.items() if slot // self.slab_slots == slab]
+        return all(key and x.get(key) and x.can_go(key, keep, unsaved) for key in keys)
+
+    def evict_slab(self, slab: int) -> list[tuple[bytes, bool]]:
+        x = self.sizes[self.slabs[slab]]
+        gone = []
+        for slot in sorted(s for s in self.taken if s // self.slab_slots == slab):
+            key = self.taken[slot]
+            which = 0 if key in x.classes[0] else 1
+            gone.append((key, x.classes[which].pop(key).unsaved))
+            if x.arc:
+                x.ghosts[which][key] = None
+                x.trim()
+            self.free(slot)
+        return gone
+
+    def take_slab(self, size: int, keep: set[bytes], saved_only: bool) -> list[tuple[bytes, bool]]:
+        """What goes so that a slab of another class becomes nobody's; nothing if none does."""
+        mine, mine_unsaved = self.sizes[size].oldest(keep)
+        limit = inf
+        if mine < inf:
+            if self.pause[size]:
+                self.pause[size] -= 1
+                return []
+            age = self.uses - int(mine)
+            limit = max(self.uses - age - age // OLDER, 0)
+        others = [x for i, x in enumerate(self.sizes) if i != size and x.oldest(keep)[0] < limit]
+        others.sort(key=lambda x: x.oldest(keep)[0])
+        tried = False
+        for unsaved in (False, True) if mine_unsaved and not saved_only else (False,):
+            for x in others:
+                chunks = {**x.classes[0], **x.classes[1]}
+                old = [
+                    (chunk.rank, chunk.slot // self.slab_slots)
+                    for key, chunk in chunks.items()
+                    if chunk.rank < limit and x.can_go(key, keep, unsaved)
+                ]
+                for _, slab in sorted(old):
+                    tried = True
+                    if self.slab_can_go(slab, keep, unsaved):
+                        return self.evict_slab(slab)
+        if tried and mine < inf:
+            self.pause[size] = PAUSE
+        return []
+
+    def enlarge(self, size: int, keep: set[bytes], gone: list[tuple[bytes, bool]]) -> bool:
+        if not self.free_slabs():
+            gone += self.take_slab(size, keep, saved_only=False)
+        if self.free_slabs():
+            self.sizes[size].capacity += self.room[size]
+            return True
+        return False
+
+    def reserve(
+        self, keys: Sequence[bytes], slots: Mapping[bytes, int]
+    ) -> tuple[list[bytes], list[bytes], list[bytes], bool]:
+        """(keys that got a slot, evicted, evicted and unsaved, complete)."""
+        taken: list[bytes] = []
+        gone: list[tuple[bytes, bool]] = []
+        keep = {key for key in keys if self.get(key)}
+        complete = True
+        for key in keys:
+            size = self.of(key)
+            x = self.sizes[size]
+            if x.get(key):
+                continue
+            if not x.num_free:
+                self.enlarge(size, keep, gone)
+            before = x.p
+            ghost = x.missed(key)
+            if not x.num_free:
+                victim = self.victim(size, ghost, keep)
+                if victim is None:
+                    x.p = before
+                    if ghost:
+                        x.ghosts[ghost - 1][key] = None
+                    if not self.enlarge(size, keep, gone):
+                        complete = False
+                        break
+                    ghost = x.missed(key)
+                else:
+                    gone.append(victim)
+            chunk = Chunk(WRITING, self.track_unsaved, slot=slots[key])
+            self.take(size, chunk.slot, key)
+            x.insert(key, ghost, chunk)
+            taken.append(key)
+        return taken, [k for k, _ in gone], [k for k, unsaved in gone if unsaved], complete
+
+    def victim(
+        self, size: int, ghost: int | None, keep: set[bytes], saved_only: bool = False
+    ) -> tuple[bytes, bool] | None:
+        """Evict one chunk of the class; its slot is for the next one."""
+        victim = self.sizes[size].victim(ghost, keep, saved_only)
+        if victim is not None:
+            self.taken = {slot: key for slot, key in self.taken.items() if key != victim[0]}
+        return victim
+
+    def commit(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if self.sizes[self.of(key)].commit([key])]
+
+    def remove(self, keys: Sequence[bytes], state: int) -> list[bytes]:
+        """`abort` (WRITING) and `drop` (READY)."""
+        done = []
+        for key in reversed(keys):  # as the index does: ARC sees each capacity in turn
+            chunk = self.get(key)
+            if self.sizes[self.of(key)].remove([key], state):
+                assert chunk is not None
+                self.free(chunk.slot)
+                done.append(key)
+        return done[::-1]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self.sizes[self.of(key)].touch([key])
+
+    def lend(self, group: int, slots: Sequence[int]) -> None:
+        size = self.size_of[group]
+        for slot in slots:
+            if not self.sizes[size].num_free:
+                self.sizes[size].capacity += self.room[size]
+            self.take(size, slot, b"")
+            self.sizes[size].lent += 1
+
+    def adopt(self, key: bytes, slot: int, saved: bool) -> bool:
+        x = self.sizes[self.of(key)]
+        if not x.adopt(key, saved):
+            self.free(slot)
+            return False
+        chunk = x.get(key)
+        assert chunk is not None
+        chunk.slot = slot
+        self.taken[slot] = key
+        return True
+
+    def give_back(self, slot: int) -> None:
+        self.sizes[self.slabs[slot // self.slab_slots]].lent -= 1
+        self.free(slot)
+
+    def keep_free(self, n: int, limit: int, group: int) -> list[bytes]:
+        size = self.size_of[group]
+        gone: list[tuple[bytes, bool]] = []
+        most = self.free_for(size) + limit
+        while self.free_for(size) < min(n, most):
+            before = self.free_slabs()
+            gone += self.take_slab(size, set(), saved_only=True)
+            if self.free_slabs() > before:
+                continue
+            slots = {key: slot for slot, key in self.taken.items()}
+            victim = self.sizes[size].victim(None, set(), saved_only=True)
+            if victim is None:
+                break
+            self.free(slots[victim[0]])
+            gone.append(victim)
+        return [key for key, _ in gone]
+
+    def clear(self) -> list[bytes]:
+        """READY keys; what is in flight keeps its slot, without a key."""
+        lent = {slot for slot, key in self.taken.items() if not key}
+        ready = [key for x in self.sizes for key in x.clear()]
+        flying = lent | {chunk.slot for x in self.sizes for chunk in x.orphans}
+        for slot in list(self.taken):
+            if slot in flying:
+                self.taken[slot] = b""
+            else:
+                self.free(slot)
+        return ready
+
+    def end_orphans(self, state: int) -> int:
+        """Orphans that were in `state` and have no pin any more are over: how many."""
+        done = 0
+        for x in self.sizes:
+            over = [o for o in x.orphans if o.state == state and not o.owner and not o.service]
+            x.orphans = [o for o in x.orphans if o not in over]
+            for orphan in over:
+                self.free(orphan.slot)
+            done += len(over)
+        return done

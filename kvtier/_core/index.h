@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The owner's index: moves of one slot between FREE, WRITING, READY and the lists, and the search
- * for victims. `index.pyx` checks arguments and loops over batches.
+ * for victims. `index.pyx` checks arguments and loops over batches. There is one for each size
+ * class; what they share, and how memory goes from one to another, is in `slabs.h`.
  *
  * Owner's thread only; other processes change pins and flags meanwhile, so every decision about a
  * slot is made by the compare-and-swap that carries it out.
@@ -38,14 +39,22 @@ typedef struct {
     kvt_lists l;
     const kvt_policy *policy;
     void *state; /* of the policy; owned */
-    uint64_t capacity, bumped; /* slots [bumped, capacity) were never used */
+    uint64_t capacity;    /* chunks that there is memory for */
+    uint64_t bumped, end; /* slots bumped, bumped + width, ... below end were never used */
+    uint32_t width;       /* slots that a chunk takes */
     uint32_t free_head; /* last in, first out: its memory is the warmest */
     uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
     kvt_ahead ahead[KVT_CLASSES];
     kvt_scout scout[KVT_CLASSES];
     int reserving; /* victims will be wanted one after the other */
+    struct kvt_slabs *slabs;      /* NULL: all memory is this size class's */
+    uint32_t hand[2 * KVT_CLASSES]; /* where the last search for a slab to take here ended */
+    int pause;                    /* claims until another size class is searched again */
 } kvt_index;
+
+static inline void kvt_slab_popped(struct kvt_slabs *g, uint32_t s);
+static inline void kvt_slab_pushed(struct kvt_slabs *g, kvt_index *x, uint32_t s);
 
 /* A call of the policy. Those known here are called by name, so that the compiler can put their few
  * lines in place; any other one goes through its table. */
@@ -54,25 +63,29 @@ typedef struct {
      : (x)->policy == &kvt_lru ? kvt_lru_##f(__VA_ARGS__)                        \
                                : (x)->policy->f(__VA_ARGS__))
 
-static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy)
+/* `node` and `rank` are the caller's; `most` is the largest capacity that will come. */
+static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy,
+                                 kvt_node *node, uint64_t *rank, uint64_t most, uint32_t width)
 {
     x->t = *t;
     x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
+    x->width = width;
     x->free_head = x->guess = KVT_NIL;
+    for (int i = 0; i < 2 * KVT_CLASSES; i++)
+        x->hand[i] = KVT_NIL;
     for (int cls = 0; cls < KVT_CLASSES; cls++)
         x->scout[cls].at = KVT_NIL;
     kvt_lists_reset(&x->l);
-    x->l.node = kvt_alloc(t->num_slots, sizeof(kvt_node));
-    x->state = x->policy->create(t->num_slots);
-    return x->l.node && x->state ? 0 : -1;
+    x->l.node = node;
+    x->l.rank = rank;
+    x->state = x->policy->create(most);
+    return x->state ? 0 : -1;
 }
 
 static inline void kvt_index_close(kvt_index *x)
 {
-    free(x->l.node);
     if (x->policy && x->state)
         x->policy->destroy(x->state);
-    x->l.node = NULL;
     x->state = NULL;
 }
 
@@ -236,8 +249,12 @@ static inline void kvt_push_free(kvt_index *x, uint32_t s)
 {
     x->l.node[s].info = 0;
     x->l.node[s].next = x->free_head;
+    if (x->slabs && x->free_head != KVT_NIL)
+        x->l.node[x->free_head].prev = s;
     x->free_head = s;
     x->num_free++;
+    if (x->slabs)
+        kvt_slab_pushed(x->slabs, x, s);
 }
 
 /* A FREE slot, or -1; -2 if it is not as it must be. */
@@ -247,12 +264,15 @@ static inline int64_t kvt_pop_free(kvt_index *x)
     if (x->free_head != KVT_NIL) {
         s = x->free_head;
         x->free_head = x->l.node[s].next;
-    } else if (x->bumped < x->capacity) {
-        s = (int64_t)x->bumped++;
+    } else if (x->bumped < x->end) {
+        s = (int64_t)x->bumped;
+        x->bumped += x->width;
     } else {
         return -1;
     }
     x->num_free--;
+    if (x->slabs)
+        kvt_slab_popped(x->slabs, (uint32_t)s);
     uint64_t w = kvt_load(&x->t.rec[s]);
     return kvt_state(w) == KVT_FREE && !(w & KVT_PINS_MASK) ? s : -2;
 }

@@ -37,6 +37,10 @@ class Index:
     policy : {"lru", "arc"}
     track_unsaved : bool
         Whether new chunks count as unsaved until ``mark_saved`` (there are secondary tiers).
+    widths : sequence of int, optional
+        Slots that a chunk takes, by group; 1 by default. Groups of equal width are a size class.
+    slab_slots : int
+        Slots that belong to one class at a time (`Geometry`); 1: there is one class of width 1.
     """
 
     def __init__(
@@ -45,10 +49,15 @@ class Index:
         payload_bytes: Sequence[int],
         policy: str = "lru",
         track_unsaved: bool = False,
+        widths: Sequence[int] | None = None,
+        slab_slots: int = 1,
     ) -> None: ...
 
+    available: int
+    """Slots that have memory behind them (``grow``)."""
     capacity: int
-    """Slots made available so far (``grow``)."""
+    """Chunks that there is room for, as the memory is divided now; slabs without a chunk count as
+    of the smallest class. `num_free` and the three below it add up to it with `num_ready`."""
     num_free: int
     num_writing: int
     num_ready: int
@@ -60,13 +69,20 @@ class Index:
     policy: str
     list_steps: int
     """List steps taken by evictions so far (tests of cost)."""
+    def free_for(self, group: int) -> int:
+        """Slots that chunks of `group` can have without an eviction."""
+    def capacity_for(self, group: int) -> int:
+        """Chunks that the memory of the size class of `group` has room for now."""
+    def ready_for(self, group: int) -> int:
+        """READY chunks of the size class of `group`."""
     metadata_bytes_per_slot: float
     """Memory a slot costs besides its payload: record, table, lists, ghosts; at most 160."""
-    def policy_state(self) -> dict[str, float]:
-        """Sizes of the policy's lists (``t1``, ``t2``, ghosts ``b1``, ``b2``) and ARC's ``p``."""
+    def policy_state(self, group: int = 0) -> dict[str, float]:
+        """Sizes of the policy's lists for the size class of `group` (``t1``, ``t2``, ghosts ``b1``,
+        ``b2``) and ARC's ``p``."""
 
     def grow(self, num_slots: int) -> None:
-        """Slots [capacity, num_slots) have memory behind them now and become FREE."""
+        """Slots [available, num_slots) have memory behind them now and become FREE; whole slabs."""
 
     def lookup(self, key: bytes, /) -> int:
         """0 absent, 1 WRITING, 2 READY. No allocation."""
@@ -116,7 +132,8 @@ class Index:
         """Slots in WRITING for the longest leading part of the absent keys that fits.
 
         Never evicts a key of the same call, a pinned one, or one in WRITING. Saved chunks go before
-        unsaved ones. A key that stands twice in `keys` is taken once.
+        unsaved ones. A key that stands twice in `keys` is taken once. With several size classes the
+        chunks of a whole slab of another class may go, if they are older (see `slabs.h`).
         """
     def commit(self, keys: Sequence[bytes]) -> list[bytes]:
         """WRITING to READY; returns the keys for which that happened."""
@@ -146,8 +163,9 @@ class Index:
         self, keys: Sequence[bytes]
     ) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """One service pin on each key that is READY: those keys, their slots and generations."""
-    def lend(self, n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
-        """Up to `n` slots from the free ones, WRITING and without a key. Evicts nothing."""
+    def lend(self, n: int, group: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+        """Up to `n` free slots for chunks of the size class of `group`, WRITING and without a key.
+        Evicts nothing."""
     def adopt(
         self,
         slots: npt.NDArray[np.int64],
@@ -161,8 +179,9 @@ class Index:
         the key was already there (the slot is then FREE again)."""
     def give_back(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Lent slots become FREE again, unused."""
-    def keep_free(self, n: int, limit: int = 64) -> list[bytes]:
-        """Evict at most `limit` saved chunks until `n` slots are free; returns their keys."""
+    def keep_free(self, n: int, limit: int = 64, group: int = 0) -> list[bytes]:
+        """Evict saved chunks until `n` slots are free for chunks of `group`, or `limit` more than
+        before (or the rest of a slab more); returns the keys."""
     def oldest_unsaved(self, n: int) -> list[bytes]:
         """Up to `n` unsaved READY keys, the next victims first."""
     def mark_saved(self, keys: Sequence[bytes]) -> None: ...

@@ -95,7 +95,7 @@ class CopyPlan:
         Several may share a canonical page (K and V in tensors of their own), with fragments apart.
     block_bytes : int
         Canonical bytes of one block.
-    region : (address of slot 0, slot bytes, number of slots), optional
+    region : (address of slot 0, slab bytes, number of slabs, bytes between chunks), optional
         Canonical blocks must lie in it, at a multiple of `block_bytes` in their slot. Without it
         the caller answers for the addresses.
     owner : object, optional
@@ -125,7 +125,7 @@ class CopyPlan:
         self,
         pages: Sequence[PagePlan],
         block_bytes: int,
-        region: tuple[int, int, int] | None = None,
+        region: tuple[int, int, int, int] | None = None,
         owner: Any = None,
         stream_bytes: int = STREAM_BYTES,
         vectors: bool = True,

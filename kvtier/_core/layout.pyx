@@ -193,7 +193,8 @@ cdef class CopyPlan:
     cdef readonly int64_t num_blocks  # the fewest over the layers
     cdef readonly int64_t stream_bytes  # batches from here on are written past the caches
     cdef bint vectors  # whether the processor's vector instructions may be used
-    cdef int64_t region_base, slot_bytes, num_slots  # addresses that are allowed; 0 slots: any
+    cdef int64_t region_base, slab_bytes, num_slabs  # addresses that are allowed; 0 slabs: any
+    cdef int64_t stride_bytes  # between two chunks in a slab
 
     def __cinit__(self):
         self.pages = NULL
@@ -235,15 +236,18 @@ cdef class CopyPlan:
         free(self.pages)
 
     cdef int _set_region(self, object region) except -1:
-        self.region_base = self.slot_bytes = self.num_slots = 0
+        self.region_base = self.slab_bytes = self.num_slabs = self.stride_bytes = 0
         if region is None:
             return 0
-        base, slot_bytes, num_slots = region
-        if num_slots < 1 or slot_bytes < self.block_bytes or base < 1:
-            raise ValueError(f"region of {num_slots} slots of {slot_bytes} bytes at {base}")
-        if base + slot_bytes * num_slots > MAX_ADDRESS:
+        base, slab_bytes, num_slabs, stride_bytes = region
+        if num_slabs < 1 or not self.block_bytes <= stride_bytes <= slab_bytes or base < 1:
+            raise ValueError(
+                f"region of {num_slabs} slabs of {slab_bytes} bytes at {base} for chunks "
+                f"{stride_bytes} bytes apart")
+        if base + slab_bytes * num_slabs > MAX_ADDRESS:
             raise ValueError("the region leaves the address space")
-        self.region_base, self.slot_bytes, self.num_slots = base, slot_bytes, num_slots
+        self.region_base, self.slab_bytes, self.num_slabs = base, slab_bytes, num_slabs
+        self.stride_bytes = stride_bytes
         return 0
 
     def store(
@@ -351,19 +355,21 @@ cdef class CopyPlan:
         return -1
 
     cdef bint _allowed(self, uint64_t address) noexcept nogil:
-        """Whether a canonical block may start here: at a multiple of its size in one slot."""
-        cdef uint64_t offset
-        if self.num_slots == 0:
+        """Whether a canonical block may start here: at a multiple of its size in one chunk."""
+        cdef uint64_t offset, inside
+        if self.num_slabs == 0:
             return 0 < address <= <uint64_t>(MAX_ADDRESS - self.block_bytes)
         if address < <uint64_t>self.region_base:
             return False
         offset = address - <uint64_t>self.region_base
-        if offset // <uint64_t>self.slot_bytes >= <uint64_t>self.num_slots:
+        if offset // <uint64_t>self.slab_bytes >= <uint64_t>self.num_slabs:
             return False
-        offset = offset % <uint64_t>self.slot_bytes
+        offset = offset % <uint64_t>self.slab_bytes
+        inside = offset % <uint64_t>self.stride_bytes
         return (
-            offset % <uint64_t>self.block_bytes == 0
-            and offset + <uint64_t>self.block_bytes <= <uint64_t>self.slot_bytes
+            inside % <uint64_t>self.block_bytes == 0
+            and inside + <uint64_t>self.block_bytes <= <uint64_t>self.stride_bytes
+            and offset - inside + <uint64_t>self.stride_bytes <= <uint64_t>self.slab_bytes
         )
 
     cdef int _refuse(self, int64_t i, const kvtier_job *job) except -1:
@@ -372,11 +378,12 @@ cdef class CopyPlan:
         if job.page_id < 0:
             raise IndexError(f"item {i}: page id {job.page_id}")
         address = <uint64_t><uintptr_t>job.canonical
-        if self.num_slots == 0:
+        if self.num_slabs == 0:
             raise IndexError(f"item {i}: canonical block at address {address}")
         raise IndexError(
             f"item {i}: address {address} is not the start of a block of {self.block_bytes} bytes "
-            f"in {self.num_slots} slots of {self.slot_bytes} bytes at {self.region_base}"
+            f"in chunks {self.stride_bytes} bytes apart in {self.num_slabs} slabs of "
+            f"{self.slab_bytes} bytes at {self.region_base}"
         )
 
 

@@ -4,7 +4,7 @@
  *
  * Used by the owner's thread only. A node of 16 bytes a slot holds links, list, flags and rank.
  *
- * Each policy class (LRU has one, ARC has T1 and T2) has four lists:
+ * Each policy class (LRU has one, ARC has T1 and T2) of a size class has four lists:
  *   MAIN     every chunk, most recently used first, by rank
  *   USE      met at the LRU end while WRITING, pinned by the owner, or asked for in this call
  *   SERVICE  met there while pinned by the service only, whose unpin the owner does not see
@@ -63,7 +63,7 @@ enum {
 
 typedef struct {
     uint32_t prev; /* towards the MRU end */
-    uint32_t next; /* towards the LRU end; of a FREE slot the next free one */
+    uint32_t next; /* towards the LRU end; of a FREE slot the next free one (with slabs prev too) */
     uint64_t info; /* rank 56 bits, flags, list 4 bits */
 } kvt_node;
 
@@ -77,7 +77,7 @@ typedef struct {
     kvt_node *node; /* owned by Index */
     kvt_list list[KVT_NUM_LISTS];
     uint64_t in_class[KVT_CLASSES + 1]; /* slots of each class, parked or not; the rest */
-    uint64_t rank;  /* last one given */
+    uint64_t *rank; /* last one given, by all size classes; owned by Index */
     uint64_t steps; /* list steps so far, for the tests of cost */
 } kvt_lists;
 
@@ -143,7 +143,7 @@ static inline void kvt_use(kvt_lists *l, unsigned cls, uint32_t s)
 {
     kvt_node *n = &l->node[s];
     const unsigned list = kvt_place_list(cls, KVT_MAIN), from = kvt_list_of(n);
-    n->info = (n->info & ((1ULL << KVT_RANK_SHIFT) - 1)) | ++l->rank << KVT_RANK_SHIFT;
+    n->info = (n->info & ((1ULL << KVT_RANK_SHIFT) - 1)) | ++*l->rank << KVT_RANK_SHIFT;
     if (from == list && n->prev != KVT_NIL) {
         /* To the front of its own list: no counter changes. */
         kvt_list *p = &l->list[list];

@@ -40,6 +40,8 @@ typedef struct {
     unsigned (*place)(void *self, const kvt_miss *m);
     /* After the new chunk stands in its class. */
     void (*placed)(void *self, const kvt_lists *l, uint64_t capacity);
+    /* The capacity has become smaller; the chunks that it had room for have gone before. */
+    void (*shrunk)(void *self, const kvt_lists *l, uint64_t capacity);
     /* Class after a reuse. */
     unsigned (*reused)(void *self, unsigned cls);
     /* Ghosts in list `which` (1, 2), and the parameter. */

@@ -236,6 +236,14 @@ static void kvt_arc_placed(void *self, const kvt_lists *l, uint64_t c)
     kvt_arc_trim(self, l, c, going);
 }
 
+static void kvt_arc_shrunk(void *self, const kvt_lists *l, uint64_t c)
+{
+    kvt_arc_state *a = self;
+    if (a->p > (double)c)
+        a->p = (double)c;
+    kvt_arc_placed(self, l, c);
+}
+
 static unsigned kvt_arc_reused(void *self, unsigned cls)
 {
     (void)self; (void)cls;
@@ -277,8 +285,8 @@ static const kvt_policy kvt_arc = {
     "arc", sizeof(kvt_ghost) + sizeof(kvt_bucket) / 4, kvt_arc_create, kvt_arc_destroy,
     kvt_arc_clear, kvt_arc_prefetch, kvt_arc_expect, kvt_arc_missed, kvt_arc_refused,
     kvt_arc_victim, kvt_arc_evicted,
-    kvt_arc_place, kvt_arc_placed, kvt_arc_reused, kvt_arc_ghosts, kvt_arc_parameter,
-    kvt_arc_check,
+    kvt_arc_place, kvt_arc_placed, kvt_arc_shrunk, kvt_arc_reused, kvt_arc_ghosts,
+    kvt_arc_parameter, kvt_arc_check,
 };
 
 #endif

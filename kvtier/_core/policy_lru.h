@@ -40,6 +40,10 @@ static void kvt_lru_placed(void *self, const kvt_lists *l, uint64_t capacity)
 {
     (void)self; (void)l; (void)capacity;
 }
+static void kvt_lru_shrunk(void *self, const kvt_lists *l, uint64_t capacity)
+{
+    (void)self; (void)l; (void)capacity;
+}
 static unsigned kvt_lru_reused(void *self, unsigned cls) { (void)self; (void)cls; return 0; }
 static uint64_t kvt_lru_ghosts(const void *self, int which) { (void)self; (void)which; return 0; }
 static double kvt_lru_parameter(const void *self) { (void)self; return 0; }
@@ -51,8 +55,9 @@ static int kvt_lru_check(const void *self, const kvt_lists *l, uint64_t capacity
 
 static const kvt_policy kvt_lru = {
     "lru", 0, kvt_lru_create, kvt_lru_nothing, kvt_lru_nothing, kvt_lru_prefetch,
-    kvt_lru_expect, kvt_lru_missed, kvt_lru_refused, kvt_lru_victim, kvt_lru_evicted, kvt_lru_place, kvt_lru_placed, kvt_lru_reused,
-    kvt_lru_ghosts, kvt_lru_parameter, kvt_lru_check,
+    kvt_lru_expect, kvt_lru_missed, kvt_lru_refused, kvt_lru_victim, kvt_lru_evicted,
+    kvt_lru_place, kvt_lru_placed, kvt_lru_shrunk, kvt_lru_reused, kvt_lru_ghosts,
+    kvt_lru_parameter, kvt_lru_check,
 };
 
 #endif

@@ -84,6 +84,7 @@ class Jobs:
         self._region = region
         self._rank = rank
         self._plans = tuple(plans)
+        self._widths = region.geometry.widths
         # Guards everything below; waited on by `wait`.
         self._changed = threading.Condition()
         self._running: dict[int, Job] = {}
@@ -139,11 +140,13 @@ class Jobs:
         self, group: int, chunks: Sequence[Chunk]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """Addresses and page numbers of all canonical blocks of `chunks`."""
+        geometry = self._region.geometry
         return expand_slots(
             np.array([chunk.slot for chunk in chunks], dtype=np.int64),
-            self._region.geometry.groups[group],
+            geometry.groups[group],
             self._region.base_address,
-            self._region.geometry.slot_bytes,
+            geometry.slot_bytes,
+            self._widths[group],
         )
 
     def _start(self, job: Job, work: Work) -> None:

@@ -4,7 +4,7 @@
 Owns the registrations between ``open`` and ``close``; the thread that makes the worker calls both.
 At start and not beside the engine: a registration while another thread captures a CUDA graph spoils
 that capture, and vLLM captures its graphs right after its workers are made. Pieces end between two
-slots, so that no copy crosses two registrations, and they are pinned from slot 0 on: what could not
+slabs, so that no copy crosses two registrations, and they are pinned from slot 0 on: what could not
 be pinned is the end.
 """
 
@@ -34,7 +34,7 @@ class PinnedSlots:
     device : Device
     region : Region
     piece_bytes : int
-        Registered at once, rounded down to slots; one slot at least.
+        Registered at once, rounded down to slabs; one slab at least.
     stall_seconds : float
         How long to wait for the next piece's memory to be reserved, without progress.
     """
@@ -48,7 +48,8 @@ class PinnedSlots:
     ) -> None:
         self._device = device
         self._region = region
-        self._piece_slots = max(1, piece_bytes // region.geometry.slot_bytes)
+        geometry = region.geometry
+        self._piece_slots = max(1, piece_bytes // geometry.slab_bytes) * geometry.slab_slots
         self._stall_seconds = stall_seconds
         self._pieces: list[int] = []
         self._end = 0

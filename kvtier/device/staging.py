@@ -127,9 +127,9 @@ def host_plan(
     pages: Sequence[LayerPage],
     base: int,
     num_rows: int,
-    region: tuple[int, int, int],
+    region: tuple[int, int, int, int],
 ) -> CopyPlan:
-    """Copies between rows in host memory at `base` and the slots of `region`."""
+    """Copies between rows in host memory at `base` and the slots of `region` (``Region.area``)."""
     if rows.whole:
         size = rows.row_bytes
         run = Run(0, 0, size, 1, size, size)

@@ -188,11 +188,11 @@ class _Direction:
         self._host_ids = device.pinned(HALVES * most_rows * 8)
         self._ids_array = device.array(self._host_ids).view(np.int64)
         geometry = self._region.geometry
-        slots = (self._base, geometry.slot_bytes, geometry.num_slots)
-        for (rows, pages), group in zip(groups, geometry.groups, strict=True):
+        for number, ((rows, pages), group) in enumerate(zip(groups, geometry.groups, strict=True)):
             half_rows = half_bytes // rows.row_bytes
+            area = self._region.area(number)
             plan = host_plan(
-                rows, group, pages, device.address(self._bounce), HALVES * half_rows, slots
+                rows, group, pages, device.address(self._bounce), HALVES * half_rows, area
             )
             self._groups.append(_Group(device, rows, half_rows, pages, self._staging, plan))
         self._thread.start()

@@ -26,6 +26,7 @@ from kvtier.config import Config, load, parse
 from kvtier.engine.engine import Engine, EngineStats, open_engine
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import Region
+from kvtier.tiers.registry import is_adapted
 from kvtier.types import (
     GROUP_BYTES,
     MAX_KEY_BYTES,
@@ -120,16 +121,25 @@ class Cache:
         stored: list[bytes] = []
         with self._call(request_id) as context:
             # In portions, so that the first ones may leave for the tiers while the rest comes.
-            portion = max(1, self._engine.geometry.num_slots // 4)
+            widths = self._engine.geometry.widths
+            portion = max(1, self._engine.geometry.num_slots // (4 * max(widths)))
             deadline = self._loop.time() + self._store_seconds
             for start in range(0, len(keys), portion):
-                stored += await self._store(keys[start : start + portion], views, context, deadline)
+                part = keys[start : start + portion]
+                for width in dict.fromkeys(widths):
+                    of_width = [key for key in part if widths[key_group(key)] == width]
+                    if of_width:
+                        stored += await self._store(of_width, views, context, deadline)
         taken = set(stored)
         rest = [key for key in keys if key not in taken]
         # What is neither ours nor anybody else's found no slot.
         present = [key for key in rest if self._engine.holds(key)]
         known = set(present)
-        return StoreResult(stored, present, [key for key in rest if key not in known])
+        return StoreResult(
+            [key for key in keys if key in taken],
+            present,
+            [key for key in rest if key not in known],
+        )
 
     async def _store(
         self,
@@ -138,8 +148,10 @@ class Cache:
         context: RequestContext,
         deadline: float,
     ) -> list[bytes]:
+        """Store chunks of one size class."""
         absent = sum(not self._engine.holds(key) for key in keys)
-        while self._engine.make_room(absent) < absent and self._loop.time() < deadline:
+        group = key_group(keys[0])
+        while self._engine.make_room(absent, group) < absent and self._loop.time() < deadline:
             # Chunks that no tier has yet would have to go. The tiers are at it: wait for them.
             self._step()
             if self._engine.idle:
@@ -459,7 +471,9 @@ def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _plain_geometry(chunk_bytes: int | Sequence[int] | None, capacity_bytes: int) -> Geometry:
+def _plain_geometry(
+    chunk_bytes: int | Sequence[int] | None, capacity_bytes: int, *, one_size: bool
+) -> Geometry:
     """One block a chunk, and nothing known of what is in it."""
     if chunk_bytes is None:
         raise ConfigError("give chunk_bytes (bytes of one chunk) or geometry")
@@ -474,7 +488,7 @@ def _plain_geometry(chunk_bytes: int | Sequence[int] | None, capacity_bytes: int
             )
     groups = [GroupGeometry(block_tokens=1, blocks_per_chunk=1, block_bytes=size) for size in sizes]
     try:
-        return make_geometry(groups, capacity_bytes)
+        return make_geometry(groups, capacity_bytes, one_size=one_size)
     except ValueError as exc:
         raise ConfigError(f"capacity_bytes: {exc}") from exc
 
@@ -531,7 +545,9 @@ async def open(
     elif not isinstance(config, Config):
         raise ConfigError(f"config is a mapping or the path of a YAML file, got {config!r:.80}")
     if geometry is None:
-        geometry = _plain_geometry(chunk_bytes, config.capacity_bytes)
+        # A class of the four methods gets the region as rows, one for each chunk.
+        one_size = any(is_adapted(tier) for tier in config.tiers)
+        geometry = _plain_geometry(chunk_bytes, config.capacity_bytes, one_size=one_size)
     elif not isinstance(geometry, Geometry):
         raise ConfigError(f"geometry is a kvtier.Geometry, got {geometry!r:.80}")
     if not isinstance(namespace, Mapping | None):

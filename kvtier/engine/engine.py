@@ -141,13 +141,19 @@ class Engine:
             OPEN_ENGINES.discard(self)
             self._outlets.close()
             raise
+        geometry = self.geometry
         padding = ", ".join(
-            f"group {group}: {ratio:.1%}" for group, ratio in self.region.padding_ratio.items()
+            f"group {group}: {ratio:.1%}" for group, ratio in enumerate(geometry.padding_ratio)
         )
+        slabs = ""
+        if geometry.slab_slots > 1:
+            widths = ", ".join(map(str, geometry.widths))
+            slabs = f" (slabs of {geometry.slab_slots}; chunks by group take {widths})"
         log.info(
-            "host memory: %d slots of %d bytes, padding %s; tiers: %s",
-            self.geometry.num_slots,
-            self.geometry.slot_bytes,
+            "host memory: %d slots of %d bytes%s, padding %s; tiers: %s",
+            geometry.num_slots,
+            geometry.slot_bytes,
+            slabs,
             padding,
             ", ".join(tier.name for tier in self._tiers) or "none",
         )
@@ -290,15 +296,16 @@ class Engine:
         request = self._planner.requests.get(context.request_id)
         return {} if request is None else request.sources
 
-    def make_room(self, n: int) -> int:
-        """Evict chunks that a tier holds until `n` slots are free; returns how many are.
+    def make_room(self, n: int, group: int = 0) -> int:
+        """Evict chunks that a tier holds until `n` slots are free for chunks of `group`; returns
+        how many are.
 
         For callers that can wait: what only host memory holds stays.
         """
-        shortage = n - self._index.num_free
+        shortage = n - self._index.free_for(group)
         if shortage > 0:
-            self._planner.state.evicted(self._index.keep_free(n, limit=shortage))
-        return self._index.num_free
+            self._planner.state.evicted(self._index.keep_free(n, shortage, group))
+        return self._index.free_for(group)
 
     def reserve(self, keys: Sequence[bytes], context: RequestContext) -> Reservation:
         """Slots for new chunks, in WRITING; see ``Index.reserve``."""
@@ -411,7 +418,7 @@ class Engine:
 
     def _grow(self) -> None:
         available = self.region.available_slots
-        if available > self._index.capacity:
+        if available > self._index.available:
             self._index.grow(available)
         self._growing = available < self.geometry.num_slots
 

@@ -65,15 +65,22 @@ class Loads:
         self._load_seconds = max((tier.config.load_seconds for tier in state.tiers), default=1.0)
         self._windows = [group.window_chunks for group in state.geometry.groups]
         self._has_windows = any(window is not None for window in self._windows)
+        widths = state.geometry.widths
+        self._widest = max(widths)
+        widest_bytes = self._widest * state.geometry.slot_bytes
+        self._most_held = state.config.max_hold_bytes // widest_bytes
+        # Whose keys are asked for together: slots are lent for chunks of one width.
+        kinds = [(w is not None, width) for w, width in zip(self._windows, widths, strict=True)]
+        self._kinds = sorted(set(kinds))
+        self._kind_of = [self._kinds.index(kind) for kind in kinds]
         self._windowed: list[Request] = []  # requests with a count in ``window_left``
         self._expires_at = math.inf  # nothing that is held or asked for expires before
         self._may_hold = HOLD_CHUNKS  # in this step
 
     @property
     def hold_limit(self) -> int:
-        """Slots that held and lent ones may take together."""
-        limit = self._state.config.max_hold_bytes // self._state.geometry.slot_bytes
-        return max(1, min(limit, self._index.capacity - 1))
+        """Chunks that held and lent ones may be together, were they all of the largest size."""
+        return max(1, min(self._most_held, self._index.available // self._widest - 1))
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: its deadline runs from its first wait."""
@@ -225,16 +232,16 @@ class Loads:
     def _parts(
         self, keys: list[bytes], places: npt.NDArray[np.int64]
     ) -> Iterator[tuple[list[bytes], npt.NDArray[np.int64], bool]]:
-        """Keys of windowed groups apart from the others, each with their places."""
-        if not self._has_windows:
+        """Keys by what is asked for together, each with their places; windowed groups last."""
+        if len(self._kinds) == 1:
             if keys:
-                yield keys, places, False
+                yield keys, places, self._kinds[0][0]
             return
-        windows = [self._windows[key_group(key)] is not None for key in keys]
-        for windowed in (False, True):
-            chosen = [key for key, one in zip(keys, windows, strict=True) if one == windowed]
-            if chosen:
-                yield chosen, places[np.array(windows) == windowed], windowed
+        kinds = np.array([self._kind_of[key_group(key)] for key in keys])
+        for kind, (windowed, _) in enumerate(self._kinds):
+            chosen = np.flatnonzero(kinds == kind)
+            if len(chosen):
+                yield [keys[i] for i in chosen], places[chosen], windowed
 
     def _find(
         self,
@@ -277,7 +284,7 @@ class Loads:
         n = min(n, room)
         if n <= 0:
             return [], []
-        lent = self._index.lend(n)
+        lent = self._index.lend(n, record.group)
         slots, generations = lent[0].tolist(), lent[1].tolist()
         record.lent.update(zip(slots, generations, strict=True))
         record.granted += len(slots)
@@ -312,9 +319,9 @@ class Loads:
                 return
             n = min(record.wants, room)
             if n > 0:
-                shortage = n - self._index.num_free
+                shortage = n - self._index.free_for(record.group)
                 if shortage > 0:
-                    self._state.evicted(self._index.keep_free(n, limit=shortage))
+                    self._state.evicted(self._index.keep_free(n, shortage, record.group))
                 slots, generations = self._lend(record, n)
                 if slots:
                     self._state.out.append(m.Lend(record.job, slots, generations))

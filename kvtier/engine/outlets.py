@@ -72,7 +72,10 @@ class Outlets:
         """Set once, by the engine, when it knows them."""
         self._config = config
         self._replica = replica
-        self._slot_bytes = geometry.slot_bytes
+        self._geometry = geometry
+        self._size_groups = geometry.size_groups
+        self._chunk_bytes = geometry.chunk_bytes
+        self._largest_bytes = max(geometry.stride_bytes)
         self._payload_bytes = geometry.payload_bytes
         self._recorder = recorder
         self._http: HttpThread | None = None
@@ -160,19 +163,20 @@ class Outlets:
 
     def publish(self, index: Index, planner: Planner) -> None:
         """Bring the registry up to date."""
-        recorder, slot_bytes = self._recorder, self._slot_bytes
-        recorder.set("kvtier_host_capacity_bytes", index.capacity * slot_bytes)
+        recorder = self._recorder
+        capacity_bytes = index.available * self._geometry.slot_bytes
+        recorder.set("kvtier_host_capacity_bytes", capacity_bytes)
         recorder.set("kvtier_host_slots", index.num_free, ("free",))
         recorder.set("kvtier_host_slots", index.num_writing, ("writing",))
         recorder.set("kvtier_host_slots", index.num_ready, ("ready",))
-        if index.capacity:
-            recorder.set("kvtier_host_fill_ratio", index.num_ready / index.capacity)
-        ready_bytes = index.num_ready * slot_bytes
-        if ready_bytes:
-            recorder.set("kvtier_host_padding_ratio", 1 - index.ready_bytes / ready_bytes)
+        taken_bytes = sum(index.ready_for(i) * self._chunk_bytes[i] for i in self._size_groups)
+        if capacity_bytes:
+            recorder.set("kvtier_host_fill_ratio", taken_bytes / capacity_bytes)
+        if taken_bytes:
+            recorder.set("kvtier_host_padding_ratio", 1 - index.ready_bytes / taken_bytes)
         loads = planner.loads
         recorder.set("kvtier_held_chunks", loads.held)
-        recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * slot_bytes)
+        recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * self._largest_bytes)
         for tier in self.tiers:
             recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
             backlog = len(tier.backlog) + tier.handed_over

@@ -79,8 +79,8 @@ class Planner:
         # Whether there is anything to say to a service at all.
         self._active = bool(tiers) or self.verifier.active
         self._request_number = 0
-        # Of a small host memory no more than a little: what is kept free holds nothing to be found.
-        self._free_ahead = min(config.promotion_slots, geometry.num_slots // 32)
+        self._free_ahead = config.promotion_slots
+        self._size_groups = geometry.size_groups
         self._touched: dict[str, Request] = {}  # requests with hits in this step
         # A reset that the service could not take: without it, it would go on serving what is void.
         self._unsent_reset: m.Reset | None = None
@@ -320,7 +320,10 @@ class Planner:
                 if verify is not None:
                     self.state.out.append(verify)
         if self._tiers and self._free_ahead:
-            self.state.evicted(self._index.keep_free(self._free_ahead))
+            for group in self._size_groups:
+                # Of a small memory no more than a little: what is kept free holds nothing.
+                ahead = min(self._free_ahead, self._index.capacity_for(group) // 32)
+                self.state.evicted(self._index.keep_free(ahead, group=group))
         self._index.reap()
 
     def flush_stores(self, now: float) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.engine.requests import Request
+from kvtier.types import key_group
 
 
 class FindRecord:
@@ -21,6 +22,7 @@ class FindRecord:
         "deadline",
         "ended",
         "granted",
+        "group",
         "job",
         "keys",
         "lent",
@@ -47,6 +49,8 @@ class FindRecord:
         self.keys = keys
         self.places = places
         """Of the keys among the request's chunks."""
+        self.group = key_group(keys[0])
+        """A KV cache group of its keys; they are all of one size class."""
         self.started = started
         self.deadline = deadline
         self.lent: dict[int, int] = {}

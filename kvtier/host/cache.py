@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Slots by what they are used for; together they are the capacity."""
+    """Slots of chunks by what they are used for; together they are the capacity."""
 
     capacity: int
     free: int
@@ -65,7 +65,14 @@ class HostCache:
     ) -> None:
         self.geometry = geometry
         self.slots = SlotTable(records, table, geometry.num_slots)
-        self.index = Index(self.slots, geometry.payload_bytes, policy, track_unsaved)
+        self.index = Index(
+            self.slots,
+            geometry.payload_bytes,
+            policy,
+            track_unsaved,
+            geometry.widths,
+            geometry.slab_slots,
+        )
 
     def offsets(self, slots: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Start of each slot's payload, in bytes from the start of the region's payload area.
@@ -76,8 +83,8 @@ class HostCache:
             For a slot without memory behind it.
         """
         numbers = np.asarray(slots, dtype=np.int64)
-        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.index.capacity):
-            raise IndexError(f"slots are 0 to {self.index.capacity - 1}, got {slots}")
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.index.available):
+            raise IndexError(f"slots are 0 to {self.index.available - 1}, got {slots}")
         return numbers * self.geometry.slot_bytes
 
     def usage(self) -> Usage:

@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError, InternalError
 from kvtier.namespace import namespace_digest
 from kvtier.types import PAGE_BYTES, Geometry
 
-FORMAT = 1
+FORMAT = 2
 BUILDING = 0
 READY = 1
 FAILED = 2
@@ -111,10 +111,15 @@ def make_meta(name: str, ranks: int, geometry: Geometry, namespace: Mapping[str,
     if geometry.num_slots < 1:
         raise ConfigError(f"a region has at least one slot, got {geometry.num_slots}")
     largest = max(geometry.payload_bytes)
-    if geometry.slot_bytes % PAGE_BYTES or geometry.slot_bytes < largest or largest < 1:
+    if geometry.slot_bytes % PAGE_BYTES or geometry.slab_bytes < largest or largest < 1:
         raise ConfigError(
-            f"slot_bytes is a multiple of {PAGE_BYTES} and at least the largest chunk "
-            f"({largest} bytes), got {geometry.slot_bytes}"
+            f"slot_bytes is a multiple of {PAGE_BYTES}, and slab_slots of them hold the largest "
+            f"chunk ({largest} bytes), got {geometry.slot_bytes} and {geometry.slab_slots}"
+        )
+    if geometry.num_slots % geometry.slab_slots:
+        raise ConfigError(
+            f"a region has whole slabs: {geometry.num_slots} slots are no multiple of "
+            f"{geometry.slab_slots}"
         )
     fields = dict(namespace)
     return Meta(name, ranks, geometry, fields, namespace_digest(fields))
@@ -139,7 +144,7 @@ def write_state(fd: int, state: int) -> None:
 
 
 def write_available(fd: int, slots: int) -> None:
-    """Set the slots that have memory, while nobody has mapped the file."""
+    """Set the slots that have memory, in whole slabs, while nobody has mapped the file."""
     os.pwrite(fd, struct.pack("<q", slots), AVAILABLE_WORD * 8)
 
 

@@ -87,7 +87,7 @@ def _fill(
             f"{path}, which takes {space.describe(layout.head_bytes + layout.payload_bytes)}: "
             f"{exc.strerror}"
         ) from exc
-    header.write_available(fd, first // meta.geometry.slot_bytes)
+    header.write_available(fd, meta.geometry.slots_in(first))
     header.write_state(fd, header.READY)
     # The change of a lock has a gap in which a sweeper may find the file free and remove it.
     return files.try_lock(fd, exclusive=False) and files.is_linked(fd)

@@ -231,24 +231,32 @@ class Region:
         return mapped.address + mapped.layout.payload
 
     def slot_view(self, slot: int, length: int) -> memoryview:
-        """Writable view of the first `length` bytes of `slot`.
+        """Writable view of the first `length` bytes from `slot` on.
 
         Raises
         ------
         IndexError
-            If the slot has no memory yet, or the length is larger than a slot.
+            If the slot has no memory yet, or the length goes beyond its slab.
         """
         mapped = self._use()
         self._check_slot(slot)
-        size = self.geometry.slot_bytes
+        geometry = self.geometry
+        size = (geometry.slab_slots - slot % geometry.slab_slots) * geometry.slot_bytes
         if not 0 <= length <= size:
-            raise IndexError(f"length {length} of a slot of {size} bytes")
-        return mapped.view(mapped.layout.payload + slot * size, length)
+            raise IndexError(f"length {length} where a chunk has at most {size} bytes")
+        return mapped.view(mapped.layout.payload + slot * geometry.slot_bytes, length)
 
     def slot_address(self, slot: int) -> int:
         """Address of `slot` in this process. IndexError as for ``slot_view``."""
         self._check_slot(slot)
         return self.base_address + slot * self.geometry.slot_bytes
+
+    def area(self, group: int) -> tuple[int, int, int, int]:
+        """Where chunks of `group` may lie: the address of slot 0 in this process, the bytes of a
+        slab, the number of slabs, and the bytes between two chunks."""
+        geometry = self.geometry
+        stride_bytes = geometry.stride_bytes[group]
+        return self.base_address, geometry.slab_bytes, geometry.num_slabs, stride_bytes
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self._known_slots:
@@ -260,7 +268,7 @@ class Region:
 
     @property
     def available_slots(self) -> int:
-        """Slots whose memory is reserved, in all processes."""
+        """Slots whose memory is reserved, in whole slabs, in all processes."""
         return self._words().load(header.AVAILABLE_WORD)
 
     @property
@@ -287,12 +295,12 @@ class Region:
         if mapped.populator is not None:
             raise ConfigError(f"{self.path} is being populated already")
         words = self._words()
-        slot_bytes = self.geometry.slot_bytes
+        geometry = self.geometry
         layout = mapped.layout
 
         def reserved(size: int) -> None:
-            words.store(header.AVAILABLE_WORD, size // slot_bytes)
-            on_available(size // slot_bytes)
+            words.store(header.AVAILABLE_WORD, geometry.slots_in(size))
+            on_available(geometry.slots_in(size))
 
         mapped.populator = Populator(
             mapped.fd,
@@ -305,14 +313,6 @@ class Region:
             self.path,
         )
         mapped.populator.start()
-
-    @property
-    def padding_ratio(self) -> dict[int, float]:
-        """By group: the part of a slot that its chunks leave unused."""
-        size = self.geometry.slot_bytes
-        return {
-            group: 1 - payload / size for group, payload in enumerate(self.geometry.payload_bytes)
-        }
 
     def sign(self, rank: int) -> None:
         """Say that `rank` has checked the region and is ready. Again through this process: no-op.

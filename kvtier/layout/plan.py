@@ -53,7 +53,7 @@ class LayerPage(msgspec.Struct, frozen=True):
 def compile_plan(
     geometry: GroupGeometry,
     pages: Sequence[LayerPage],
-    region: tuple[int, int, int] | None = None,
+    region: tuple[int, int, int, int] | None = None,
     owner: Any = None,
 ) -> CopyPlan:
     """Proven copy plan of one group on one rank.
@@ -63,8 +63,9 @@ def compile_plan(
     geometry : GroupGeometry
     pages : sequence of LayerPage
         One for every layer of the group, or two (K and V in tensors of their own).
-    region : (address of slot 0, slot bytes, number of slots), optional
-        Canonical blocks outside it, or not at the start of a block, are refused.
+    region : tuple of int, optional
+        ``Region.area`` of the group: canonical blocks outside it, or not at the start of a block,
+        are refused.
 
     Raises
     ------
@@ -146,14 +147,18 @@ def expand_slots(
     geometry: GroupGeometry,
     region_base: int,
     slot_bytes: int,
+    width: int = 1,
 ) -> tuple[Uint64Array, Int64Array]:
     """Addresses and page ids of all canonical blocks of the chunks in `slots`, in order.
+
+    A chunk takes `width` slots. Its pages are numbered by its place among chunks, not by its slot:
+    ranks that take turns would not, if all numbers were multiples of the width.
 
     A part of it (``[first : first + n]``) serves a job that begins or ends inside a chunk; the rest
     goes to ``CopyPlan.zero``.
     """
     per_chunk = geometry.blocks_per_chunk
-    page_ids = (slots[:, None] * per_chunk + np.arange(per_chunk, dtype=np.int64)).ravel()
+    page_ids = (slots[:, None] // width * per_chunk + np.arange(per_chunk, dtype=np.int64)).ravel()
     inside = np.tile(np.arange(per_chunk, dtype=np.int64) * geometry.block_bytes, len(slots))
     addresses = region_base + np.repeat(slots * slot_bytes, per_chunk) + inside
     return addresses.astype(np.uint64), page_ids

@@ -97,14 +97,16 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef(
         "kvtier_host_slots",
         "gauge",
-        "Slots of host memory by state: free, writing, ready.",
+        "Slots of host memory by state: free, writing, ready. With several size classes a slab "
+        "without a chunk counts as free slots of the smallest.",
         ("state",),
     ),
-    MetricDef("kvtier_host_fill_ratio", "gauge", "Share of the slots that hold a chunk."),
+    MetricDef("kvtier_host_fill_ratio", "gauge", "Share of host memory that chunks take."),
     MetricDef(
         "kvtier_host_padding_ratio",
         "gauge",
-        "Share of the bytes of ready slots that no payload uses.",
+        "Share of the memory that ready chunks take that no payload uses: the rest of their slots, "
+        "and their share in the ends of slabs that are too short for a further chunk.",
     ),
     MetricDef("kvtier_evicted_total", "counter", "Chunks evicted from host memory."),
     MetricDef(
@@ -197,7 +199,12 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef("kvtier_tier_evicted_total", "counter", "Chunks that a tier evicted.", TIER),
     # Planner
     MetricDef("kvtier_held_chunks", "gauge", "Chunks held for requests that wait for them."),
-    MetricDef("kvtier_held_bytes", "gauge", "Bytes held for waiting requests or lent to loads."),
+    MetricDef(
+        "kvtier_held_bytes",
+        "gauge",
+        "Bytes held for waiting requests or lent to loads, each chunk counted as of the largest "
+        "size class.",
+    ),
     MetricDef(
         "kvtier_hold_refused_total", "counter", "Chunks not promoted because of the hold bound."
     ),

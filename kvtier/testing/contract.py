@@ -109,7 +109,7 @@ def make_env(
     slot_bytes = -(-max(sizes) // 4096) * 4096
     namespace = {"model": "org/model"} if fields is None else fields
     return TierEnv(
-        geometry=make_geometry(groups, num_slots * slot_bytes),
+        geometry=make_geometry(groups, num_slots * slot_bytes, one_size=True),
         namespace=namespace,
         namespace_digest=namespace_digest(namespace),
         recorder=Recorder((*METRICS, *definitions)),

@@ -202,6 +202,11 @@ class AdaptedTier(Tier):
         view = self.env.region_view
         if view is None:
             raise ConfigError(f"tier {self.name}: runs in the scheduler's process only")
+        if self.env.geometry.slab_slots > 1:
+            raise ConfigError(
+                f"tier {self.name}: gets the region as rows, one for each chunk: make its geometry "
+                f"with make_geometry(..., one_size=True)"
+            )
         caller = Caller(f"kvtier-{self.name}")
         caller.start()
         try:

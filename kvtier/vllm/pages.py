@@ -51,11 +51,11 @@ class WorkerPages:
 
     def compile(self, region: Region) -> tuple[CopyPlan, ...]:
         """Copy plans of each group; they refuse addresses outside the slots of `region`."""
-        geometry = region.geometry
-        slots = (region.base_address, geometry.slot_bytes, geometry.num_slots)
         return tuple(
-            compile_plan(group, pages, region=slots, owner=region)
-            for group, pages in zip(self.groups, self.layer_pages, strict=True)
+            compile_plan(geometry, pages, region=region.area(group), owner=region)
+            for group, (geometry, pages) in enumerate(
+                zip(self.groups, self.layer_pages, strict=True)
+            )
         )
 
 

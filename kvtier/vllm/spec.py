@@ -29,7 +29,7 @@ from kvtier.config import Config, parse_extra_config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
 from kvtier.namespace import merged
-from kvtier.tiers.registry import check_options
+from kvtier.tiers.registry import check_options, is_adapted
 from kvtier.types import make_geometry
 from kvtier.vllm import check_version
 from kvtier.vllm.identity import namespace_fields
@@ -222,7 +222,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         pages = build_pages(config, kv_caches, windows, areas, last_states=last_states)
         try:
-            geometry = make_geometry(pages.groups, self.settings.capacity_bytes)
+            # A class of the four methods gets the region as rows, one for each chunk.
+            one_size = any(is_adapted(tier) for tier in self.settings.tiers)
+            geometry = make_geometry(pages.groups, self.settings.capacity_bytes, one_size=one_size)
         except ValueError as exc:
             raise ConfigError(f"cpu_bytes_to_use is too small: {exc}") from exc
         fields = merged(
@@ -252,13 +254,15 @@ class KVTierOffloadingSpec(OffloadingSpec):
             region.populate(lambda available: None)
         worker = TransferWorker(region, pages, parallel.rank)
         logger.info(
-            "kvtier: rank %d of %d signed region %s: %d slots of %d bytes, payload by group %s, %s",
+            "kvtier: rank %d of %d signed region %s: %d slots of %d bytes, payload by group %s, "
+            "slots a chunk by group %s, %s",
             parallel.rank,
             parallel.world_size,
             self.region_name,
             geometry.num_slots,
             geometry.slot_bytes,
             geometry.payload_bytes,
+            geometry.widths,
             "portable" if pages.portable else "bound to this topology",
         )
         return worker

@@ -132,10 +132,10 @@ class Rig:
         geometry = make_geometry(groups, slots * (-(-largest // 4096) * 4096))
         self.region = Region.create("rig", geometry, {}, layout.tp, directory=directory)
         self.region.sign(layout.rank)
-        slot_range = (self.region.base_address, geometry.slot_bytes, geometry.num_slots)
+        self.slabs_used = 0
         self.plans = [
-            compile_plan(group, pages, region=slot_range, owner=self.region)
-            for group, pages in zip(groups, self.pages, strict=True)
+            compile_plan(group, pages, region=self.region.area(number), owner=self.region)
+            for number, (group, pages) in enumerate(zip(groups, self.pages, strict=True))
         ]
         settings.setdefault("staging_bytes", 1 << 18)
         self.engine = streams.StreamEngine(device, self.region, self.pages, self.plans, **settings)
@@ -240,6 +240,16 @@ class Rig:
             for page in pages
         )
 
+    def fresh_slots(self, group: int, count: int) -> list[int]:
+        """Slots of chunks of `group` that nobody has been given yet, in slabs of their own."""
+        geometry = self.region.geometry
+        width = geometry.widths[group]
+        room = geometry.slab_slots // width
+        slabs = -(-count // room)
+        first, self.slabs_used = self.slabs_used, self.slabs_used + slabs
+        assert self.slabs_used <= geometry.num_slabs
+        return [(first + i // room) * geometry.slab_slots + i % room * width for i in range(count)]
+
     def slot(self, slot: int, group: int = 0) -> bytes:
         return bytes(self.region.slot_view(slot, self.groups[group].payload_bytes))
 
@@ -253,7 +263,9 @@ class Rig:
             pages.append(LayerPage(page.layer, copy.ctypes.data, page.block_stride, BLOCKS,
                                    page.mapping, owner=copy))  # fmt: skip
         plan = compile_plan(self.groups[group], pages)
-        addresses, page_ids = expand_slots(ints([slot]), self.groups[group], 0, payload)
+        addresses, page_ids = expand_slots(
+            ints([slot]), self.groups[group], 0, payload, self.region.geometry.widths[group]
+        )
         place = buffer.ctypes.data + addresses - addresses[0]
         plan.store(ints(blocks), place.astype(np.uint64), page_ids)
         return buffer.tobytes()

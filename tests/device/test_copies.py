@@ -33,12 +33,11 @@ WAYS: dict[str, dict[str, Any]] = {
 def store_some(rig: Rig) -> list[tuple[int, list[int], list[list[int]]]]:
     """Four chunks of each group: (group, slots, blocks of each slot)."""
     parts = []
-    slot = 0
     for group in range(len(rig.groups)):
         size = rig.blocks_per_chunk
         # Not in order, neither here nor there.
-        slots = [slot + number for number in (2, 0, 1, 3)]
-        slot += len(slots)
+        fresh = rig.fresh_slots(group, 4)
+        slots = [fresh[number] for number in (2, 0, 1, 3)]
         blocks = [
             [1 + (7 * (number * size + inside) + group) % (BLOCKS - 1) for inside in range(size)]
             for number in range(len(slots))
@@ -82,7 +81,8 @@ def there_and_back(rig: Rig) -> None:
         for page in rig.pages[group]
         for slot in slots
         for inside in range(rig.blocks_per_chunk)
-        if (slot * rig.blocks_per_chunk + inside) % page.mapping.num_writers
+        if (slot // rig.region.geometry.widths[group] * rig.blocks_per_chunk + inside)
+        % page.mapping.num_writers
         == page.mapping.writer_index
     )
 

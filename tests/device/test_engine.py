@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from benchmarks import cuda_copy
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.pinning import PinnedSlots
 from kvtier.errors import ConfigError
+from kvtier.types import Geometry, GroupGeometry
 from tests.device.fake import FakeDevice
 from tests.device.rig import LAYOUTS, kv, layers, layout, make_rig
 
@@ -126,13 +126,13 @@ def test_pinned_memory_that_is_not_given_back_is_one_warning(
         rig.device.registered.clear()
 
 
-def region(available: list[int]) -> Any:
-    """Ten slots, of which as many have memory as the list says from call to call."""
+def region(available: list[int], num_slots: int = 10, slab_slots: int = 1) -> Any:
+    """Slots, of which as many have memory as the list says from call to call."""
 
     class Region:
         path = "region"
         base_address = 1 << 20
-        geometry = SimpleNamespace(num_slots=10, slot_bytes=4096)
+        geometry = Geometry((GroupGeometry(16, 1, 4096),), num_slots, 4096, slab_slots)
 
         @property
         def available_slots(self) -> int:
@@ -153,6 +153,16 @@ def test_pinning_waits_for_memory_and_not_for_ever(caplog: pytest.LogCaptureFixt
     assert len(device.registered) == 1
     assert "slots from 4 of 10 on are not pinned" in caplog.records[0].message
     assert "6 slots have memory" in caplog.records[0].message
+
+
+def test_no_piece_ends_inside_a_slab() -> None:
+    """A chunk may be as long as one: its copy must not go over two registrations."""
+    device = FakeDevice()
+    for piece_bytes, pieces in ((7 * 4096, [24576] * 5), (1, [12288] * 10), (1 << 20, [122880])):
+        slots = PinnedSlots(device, region([30], 30, 3), piece_bytes)
+        slots.open()
+        assert [stop - start for start, stop in device.registered] == pieces
+        slots.close()
 
 
 def test_no_room_for_staging_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from tests.engine.world import (
     LENGTH,
     PREFIXES,
     ProcessWorld,
+    SizedWorld,
     World,
     bytes_of,
     prefix,
@@ -134,6 +135,21 @@ Machine.TestCase.settings = settings(
 )
 
 
+class SizedMachine(Machine):
+    """The same with chunks of three sizes."""
+
+    @initialize()
+    def start(self) -> None:
+        self.world = SizedWorld()
+
+
+SizedMachine.TestCase.settings = Machine.TestCase.settings
+
+
+class TestSizedMachine(SizedMachine.TestCase):  # type: ignore[name-defined, misc]  # made by Hypothesis
+    """The state machine over slabs."""
+
+
 @pytest.mark.fault("C17", "C18", "C22", "C23", "K09", "L07", "H07")
 class TestMachine(Machine.TestCase):  # type: ignore[name-defined, misc]  # made by Hypothesis
     """The state machine."""
@@ -231,7 +247,7 @@ def drive(
 @pytest.mark.fault("C17", "C18", "C22", "C23", "C24", "K09", "L06", "L07", "L09")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIER_MODEL_SEEDS", "6"))))
 def test_seeded_runs(seed: int) -> None:
-    world = World(policy=("lru", "arc")[seed % 2])
+    world = (World, SizedWorld)[seed // 2 % 2](policy=("lru", "arc")[seed % 2])
     steps = int(os.environ.get("KVTIER_MODEL_STEPS", "3000"))
     try:
         more = [(0.3, world.crash), (0.02, world.reopen)]
@@ -240,6 +256,8 @@ def test_seeded_runs(seed: int) -> None:
         assert world.promoted_chunks > 5
         assert world.audits > steps // (4 * AUDIT_EVERY)
         assert world.pin_audits > 5
+        if len(world.sizes) > 1:
+            assert world.engine.geometry.slab_slots > 1
     finally:
         world.close()
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from kvtier.engine import supervisor as supervisor_module
@@ -22,7 +22,15 @@ from kvtier.runtime import messages as m
 from kvtier.runtime.process import ProcessCarrier
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.testing.faults import Script
-from kvtier.types import Lookup, Outcome, RequestContext
+from kvtier.types import (
+    GroupGeometry,
+    Lookup,
+    Outcome,
+    RequestContext,
+    key_group,
+    key_hash,
+    make_key,
+)
 from tests.engine.filed import FiledFaults
 from tests.engine.rig import CHUNK, Rig, key, payload, rig, scripted
 
@@ -58,9 +66,9 @@ def prefix(number: int, length: int = LENGTH) -> list[bytes]:
     ]
 
 
-def bytes_of(name: bytes, epoch: int) -> bytes:
+def bytes_of(name: bytes, epoch: int, length: int = CHUNK) -> bytes:
     """What key `name` holds in `epoch`: other weights, other bytes."""
-    return payload(name + epoch.to_bytes(4, "big"))
+    return payload(name + epoch.to_bytes(4, "big"), length)
 
 
 class Write:
@@ -135,6 +143,9 @@ class ScriptFaults:
 class World:
     """An engine over two scripted tiers, and what must be true of it."""
 
+    sizes: ClassVar[tuple[int, ...]] = (1,)
+    """Bytes of a chunk by group, in ``CHUNK``; a prompt has chunks of one group after the other."""
+
     def __init__(self, **config: Any) -> None:
         self.faults = self.make_faults()
         tiers = [
@@ -142,12 +153,13 @@ class World:
                 **faults.tier(),
                 "namespaced": True,
                 "timeout_seconds": 0.15,
-                "max_inflight_bytes": 3 * CHUNK,
+                "max_inflight_bytes": 3 * max(self.sizes) * CHUNK,
             }
             for faults in self.faults
         ]
         self._settings: dict[str, Any] = {
             "slots": SLOTS,
+            "groups": [GroupGeometry(16, 1, size * CHUNK) for size in self.sizes],
             "tiers": tiers,
             "lookup_timeout_seconds": 0.04,
             "breaker": {"failures": 3, "open_seconds": 0.02},
@@ -182,17 +194,35 @@ class World:
         assert self.engine.resources is not None
         self.base = self.engine.resources
 
+    def names(self, number: int) -> list[bytes]:
+        """Keys of a prompt."""
+        return [
+            make_key(key_hash(name), i % len(self.sizes)) for i, name in enumerate(prefix(number))
+        ]
+
+    def _view(self, name: bytes, slot: int) -> memoryview:
+        return self.one.region.slot_view(slot, self.sizes[key_group(name)] * CHUNK)
+
+    def _slots_of(self, one: Write | Read) -> list[int]:
+        """Every slot of its chunks, not the first ones alone."""
+        widths = self.engine.geometry.widths
+        return [
+            slot + i
+            for name, slot in zip(one.keys, one.slots.tolist(), strict=True)
+            for i in range(widths[key_group(name)])
+        ]
+
     # What a scheduler does.
 
     def reserve(self, number: int, length: int) -> None:
         context = self.one.context()
-        names = prefix(number)[:length]
-        reservation = self.engine.reserve(names, context)
-        assert len(set(reservation.slots.tolist())) == len(reservation.keys)
-        busy = {slot for one in (*self.writes, *self.orphans) for slot in one.slots.tolist()}
-        busy |= {slot for read in self.reads for slot in read.slots.tolist()}
-        assert not busy & set(reservation.slots.tolist()), "a slot in use was given away"
+        reservation = self.engine.reserve(self.names(number)[:length], context)
         write = Write(context, reservation, self.epoch)
+        mine = self._slots_of(write)
+        assert len(set(mine)) == len(mine)
+        busy = {s for one in (*self.writes, *self.orphans) for s in self._slots_of(one)}
+        busy |= {slot for read in self.reads for slot in self._slots_of(read)}
+        assert not busy.intersection(mine), "a slot in use was given away"
         if write.keys:
             self.writes.append(write)
         else:
@@ -200,7 +230,8 @@ class World:
 
     def _fill(self, write: Write) -> None:
         for name, slot in zip(write.keys, write.slots.tolist(), strict=True):
-            self.one.region.slot_view(slot, CHUNK)[:] = bytes_of(name, write.epoch)
+            view = self._view(name, slot)
+            view[:] = bytes_of(name, write.epoch, len(view))
 
     def end_write(self, good: bool) -> None:
         if not self.writes:
@@ -220,15 +251,16 @@ class World:
         if not self.orphans:
             return
         write = self.orphans.pop(0)
-        for slot in write.slots.tolist():
-            self.one.region.slot_view(slot, CHUNK)[:] = b"\xee" * CHUNK
+        for name, slot in zip(write.keys, write.slots.tolist(), strict=True):
+            view = self._view(name, slot)
+            view[:] = b"\xee" * len(view)
         assert self.engine.release(write.slots, write.generations) == len(write.keys)
         assert self.engine.release(write.slots, write.generations) == 0
         self.engine.finish_request(write.context)
 
     def ask(self, number: int, length: int) -> None:
         context = self.one.context()
-        self.open[context.request_id] = (context, prefix(number)[:length])
+        self.open[context.request_id] = (context, self.names(number)[:length])
         self.look(0)
 
     def _pick(self, which: int) -> tuple[RequestContext, list[bytes]] | None:
@@ -262,8 +294,9 @@ class World:
             self.engine.finish_request(read.context)
         self.promoted_chunks += len(sources) - sources.count("host")
         for name, slot in zip(read.keys, read.slots.tolist(), strict=True):
-            found = bytes(self.one.region.slot_view(slot, CHUNK))
-            assert found == bytes_of(name, read.epoch), f"wrong bytes for {name.hex()}"
+            found = bytes(self._view(name, slot))
+            right = bytes_of(name, read.epoch, len(found))
+            assert found == right, f"wrong bytes for {name.hex()}"
             self.loaded_chunks += 1
         self.engine.unpin(read.slots, read.generations, read.context)
 
@@ -311,7 +344,7 @@ class World:
     # What goes wrong.
 
     def fault(self, which: int, operation: str, kind: str, outcome: Outcome) -> None:
-        self.faults[which].fault(operation, kind, outcome, prefix(which)[:2])
+        self.faults[which].fault(operation, kind, outcome, self.names(which)[:2])
 
     def heal(self, which: int) -> None:
         self.faults[which].heal()
@@ -336,16 +369,17 @@ class World:
         parts = (
             index.num_free + index.num_writing + index.num_ready + index.num_lent
         ) + index.num_orphans
-        assert parts == index.capacity == SLOTS
+        assert parts == index.capacity
+        assert index.available == engine.geometry.num_slots
         totals = engine.cache.slots.totals()
         pinned = sum(len(read.keys) for read in self.reads)
         assert totals["owner_pins"] == pinned + planner.loads.held
         assert index.num_writing == sum(len(write.keys) for write in self.writes)
         assert planner.loads.held + planner.loads.lent <= max(planner.loads.hold_limit, 1)
         for tier in engine._tiers:
-            assert len(tier.backlog) <= SLOTS
-            assert len(tier.refused) <= SLOTS
-            assert tier.inflight_bytes <= 3 * CHUNK
+            assert len(tier.backlog) <= engine.geometry.num_slots
+            assert len(tier.refused) <= engine.geometry.num_slots
+            assert tier.inflight_bytes <= 3 * max(self.sizes) * CHUNK
         assert len(planner.requests) <= len(self.open) + len(self.writes) + len(self.orphans) + len(
             self.reads
         )
@@ -405,7 +439,7 @@ class World:
             )
             and (planner.loads.held, planner.loads.lent, index.num_orphans) == (0, 0, 0)
             and (totals["owner_pins"], totals["service_pins"], totals["writing"]) == (0, 0, 0)
-            and index.num_free + index.num_ready == SLOTS
+            and index.num_free + index.num_ready == index.capacity
         )
 
     def end_all(self) -> None:
@@ -465,6 +499,12 @@ class World:
             self.end_all()
         finally:
             self._exit.close()
+
+
+class SizedWorld(World):
+    """The same with three size classes: a prompt has chunks of all of them."""
+
+    sizes = (4, 1, 2)
 
 
 class ProcessWorld(World):

@@ -47,7 +47,7 @@ def test_what_was_given_is_there(region_dir: str) -> None:
         assert region.path == f"{region_dir}/{os.path.basename(region.path)}"
         assert os.path.basename(region.path).startswith(f"kvtier-{os.getuid()}-")
         assert os.stat(region.path).st_mode & 0o777 == 0o600
-        assert region.padding_ratio == {0: 1 - 10000 / 12288, 1: 1 - 4000 / 12288}
+        assert region.geometry.padding_ratio == (1 - 10000 / 12288, 1 - 4000 / 12288)
         assert not os.get_inheritable(region.fileno())
         region.close()
 
@@ -93,7 +93,7 @@ def test_slots_hold_their_own_bytes(region_dir: str) -> None:
             with pytest.raises(IndexError, match="64 of 64 have memory"):
                 region.slot_address(slot)
         for length in (-1, size + 1):
-            with pytest.raises(IndexError, match="of a slot of 4096 bytes"):
+            with pytest.raises(IndexError, match="at most 4096 bytes"):
                 region.slot_view(0, length)
 
 
@@ -241,12 +241,45 @@ def test_difference_is_named(region_dir: str, field: str, change: dict, words: s
         ({"geometry": Geometry((), 1, 4096)}, "at least one KV cache group"),
         ({"geometry": msgspec.structs.replace(geometry(), num_slots=0)}, "at least one slot"),
         ({"geometry": msgspec.structs.replace(geometry(), slot_bytes=4097)}, "multiple of 4096"),
+        ({"geometry": msgspec.structs.replace(geometry(), slab_slots=7)}, "64 slots are no mult"),
         ({"geometry": msgspec.structs.replace(geometry(64, 5000), slot_bytes=4096)}, "largest"),
     ],
 )
 def test_wrong_arguments(region_dir: str, change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         create(region_dir, **change)
+
+
+SLABS = Geometry((GroupGeometry(16, 1, 16000), GroupGeometry(16, 1, 4096)), 30, 4096, 6)
+"""Five slabs of one chunk of four slots, or of six of one."""
+
+
+def test_a_region_in_slabs_says_so_to_those_who_join(region_dir: str) -> None:
+    with create(region_dir, geometry=SLABS) as region:
+        for change, words in (
+            ({"slab_slots": 10}, "geometry.slab_slots: 10 here, 6 in the region"),
+            ({"slab_slots": 5}, "geometry.slab_slots: 5 here, 6 in the region"),
+            ({"slot_bytes": 8192}, "geometry.slot_bytes: 8192 here, 4096 in the region"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                create(region_dir, geometry=msgspec.structs.replace(SLABS, **change))
+        other = Region.attach("r", directory=region_dir, timeout_seconds=1, signed=False)
+        assert other.geometry == SLABS
+        base = region.base_address
+        assert region.area(0) == (base, 6 * 4096, 5, 16384)
+        assert region.area(1) == (base, 6 * 4096, 5, 4096)
+        other.close()
+
+
+def test_no_chunk_goes_over_the_end_of_its_slab(region_dir: str) -> None:
+    with create(region_dir, geometry=SLABS) as region:
+        region.slot_view(6, 16384)[:] = b"\x5a" * 16384
+        assert len(region.slot_view(8, 16384)) == 16384
+        assert bytes(region.slot_view(9, 4096)) == b"\x5a" * 4096
+        assert region.slot_address(9) == region.base_address + 9 * 4096
+        for slot, size in ((9, 12288), (11, 4096), (0, 24576)):
+            with pytest.raises(IndexError, match=f"at most {size} bytes"):
+                region.slot_view(slot, size + 1)
 
 
 def test_long_names_make_short_paths(region_dir: str) -> None:
@@ -274,7 +307,7 @@ def test_another_version_is_refused(region_dir: str) -> None:
         )
         run = [sys.executable, "-c", text]
         done = subprocess.run(run, capture_output=True, text=True, check=False)
-        assert f"made by kvtier 9.9.9 (format 1), this is kvtier {__version__}" in done.stderr
+        assert f"made by kvtier 9.9.9 (format 2), this is kvtier {__version__}" in done.stderr
         os.pwrite(fd, __version__.encode().ljust(32, b"\0"), 64)
         os.pwrite(fd, struct.pack("<I", 7), 8)
         done = subprocess.run(run, capture_output=True, text=True, check=False)

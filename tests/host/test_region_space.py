@@ -17,6 +17,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.host import opening, space
 from kvtier.host.region import Region
+from kvtier.types import Geometry, GroupGeometry
 from tests.host.child import geometry
 
 Spawn = Callable[..., Any]
@@ -165,6 +166,21 @@ def test_memory_is_reserved_in_steps(region_dir: str) -> None:
         with pytest.raises(ConfigError, match="only the rank that made"):
             other.populate(on_available)
         other.close()
+
+
+def test_memory_comes_in_whole_slabs(region_dir: str) -> None:
+    """A step that ends inside a slab makes it available with the next one."""
+    seen: list[int] = []
+    shape = Geometry((GroupGeometry(16, 1, 20480), GroupGeometry(16, 1, 4096)), 5000, 4096, 5)
+    with Region.create(
+        "r", shape, {"model": "m"}, 1, directory=region_dir, step_bytes=4 * MIB
+    ) as region:
+        assert region.available_slots == 1020
+        region.populate(seen.append)
+        assert region._mapped is not None
+        assert region._mapped.populator.join(20)
+        assert seen == [2045, 3070, 4095, 5000]
+        assert region.available_slots == 5000
 
 
 @pytest.mark.fault("V06")

@@ -58,7 +58,7 @@ class World:
         return compile_plan(
             self.geometry,
             rank.pages,
-            region=(self.region.address, self.slot_bytes, self.num_slots),
+            region=(self.region.address, self.slot_bytes, self.num_slots, self.slot_bytes),
             owner=self.region,
         )
 

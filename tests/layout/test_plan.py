@@ -11,6 +11,7 @@ from kvtier._core.runs import MAX_FRAGMENTS, Loops, Run, compile_runs, prove_loo
 from kvtier.errors import ConfigError
 from kvtier.layout.pages import KVShape, LatentShape, OpaqueShape, PageMapping, group_geometry
 from kvtier.layout.plan import LayerPage, compile_plan, expand_slots, verify_tiling
+from kvtier.types import GroupGeometry
 from tests.layout.oracle import Memory
 
 BASE = 1 << 20
@@ -150,7 +151,7 @@ class Setup:
                 page(base=self.accelerator[1].address, at=16, blocks=3),
             ],
             32,
-            region=(self.region.address, 80, 3) if bound else None,
+            region=(self.region.address, 80, 3, 80) if bound else None,
             owner=self.region,
         )
 
@@ -273,10 +274,11 @@ def test_without_a_region_null_is_still_refused():
 @pytest.mark.parametrize(
     ("region", "message"),
     [
-        ((0, 80, 3), "region of 3 slots"),
-        ((BASE, 31, 3), "slots of 31 bytes"),
-        ((BASE, 80, 0), "region of 0 slots"),
-        ((BASE, 80, 2**55), "leaves the address space"),
+        ((0, 80, 3, 80), "region of 3 slabs"),
+        ((BASE, 80, 3, 31), "chunks 31 bytes apart"),
+        ((BASE, 80, 3, 81), "slabs of 80 bytes at .* for chunks 81 bytes apart"),
+        ((BASE, 80, 0, 80), "region of 0 slabs"),
+        ((BASE, 80, 2**55, 80), "leaves the address space"),
     ],
 )
 def test_regions_are_checked(region, message):
@@ -423,3 +425,47 @@ def test_expanded_slots():
     assert ids.tolist() == [15, 16, 17, 0, 1, 2]
     assert addresses.tolist() == [30480, 30992, 31504, 10000, 10512, 11024]
     assert addresses.dtype == np.uint64
+
+
+@pytest.mark.parametrize(
+    ("offset", "allowed"),
+    [
+        (0, True),
+        (32, True),  # the second block of the first chunk
+        (64, False),  # behind its blocks
+        (80, True),
+        (112, True),
+        (160, False),  # where a third chunk would leave the slab
+        (192, False),
+        (200, True),  # the next slab
+        (280, True),
+        (360, False),
+        (400, False),  # behind the region
+    ],
+)
+def test_chunks_stand_side_by_side_in_their_slab(offset, allowed):
+    """Two chunks of 80 bytes, of two blocks each, in a slab of 200."""
+    accelerator, region = Memory(4 * 16), Memory(400, fill=0xAA)
+    plan = CopyPlan(
+        [page(base=accelerator.address)], 32, region=(region.address, 200, 2, 80), owner=region
+    )
+    addresses = np.array([region.address + offset], dtype=np.uint64)
+    if allowed:
+        plan.store(i64(0), addresses, i64(0))
+        assert (region.bytes[offset : offset + 16] == 0xEE).all()
+    else:
+        with pytest.raises(IndexError, match="chunks 80 bytes apart in 2 slabs of 200 bytes"):
+            plan.store(i64(0), addresses, i64(0))
+        assert (region.raw == 0xAA).all()
+
+
+def test_pages_are_numbered_by_chunk():
+    """Ranks that take turns would never come to their turn where all slots are even."""
+    group = GroupGeometry(16, 1, 8192)
+    addresses, ids = expand_slots(i64(0, 2, 4, 10), group, 1 << 20, 4096, width=2)
+    assert ids.tolist() == [0, 1, 2, 5]
+    assert (addresses - (1 << 20)).tolist() == [0, 8192, 16384, 40960]
+    group = GroupGeometry(16, 2, 4096)
+    addresses, ids = expand_slots(i64(0, 2, 4), group, 1 << 20, 4096, width=2)
+    assert ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (addresses - (1 << 20)).tolist() == [0, 4096, 8192, 12288, 16384, 20480]

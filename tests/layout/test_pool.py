@@ -26,7 +26,7 @@ class Setup:
         self.plan = CopyPlan(
             [PagePlan(self.accelerator.address, BLOCK, blocks, BLOCK, 0, BLOCK, RUN)],
             BLOCK,
-            region=(self.region.address, BLOCK, blocks),
+            region=(self.region.address, BLOCK, blocks, BLOCK),
         )
         self.ids = np.arange(blocks, dtype=np.int64)
         self.addresses = self.region.address + np.arange(blocks, dtype=np.uint64) * BLOCK

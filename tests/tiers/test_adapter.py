@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvtier
 from examples import own_tier
 from kvtier.config import parse
 from kvtier.errors import ClosedError, ConfigError, InternalError, TierLostError
@@ -22,7 +23,7 @@ from kvtier.testing.contract import SIZES, Arena, TierContract, chunk, context, 
 from kvtier.tiers.adapter import METHODS, AdaptedTier
 from kvtier.tiers.base import Tier, TierEnv
 from kvtier.tiers.registry import check_options, make_tier
-from kvtier.types import Outcome, Presence, key_group
+from kvtier.types import GroupGeometry, Outcome, Presence, key_group, make_geometry, make_key
 from tests.engine.rig import CHUNK, keys, payload, rig
 from tests.tiers.managers import Cued
 
@@ -288,6 +289,9 @@ async def test_opening_fails(arena: Arena) -> None:
             await tier.open()
     with pytest.raises(ConfigError, match="scheduler's process only"):
         await adapted(make_env()).open()
+    slabs = make_geometry([GroupGeometry(16, 1, size) for size in (40960, 4096)], 1 << 20)
+    with pytest.raises(ConfigError, match="one for each chunk: make its geometry with"):
+        await adapted(dataclasses.replace(env, geometry=slabs)).open()
 
 
 @pytest.mark.asyncio
@@ -314,6 +318,24 @@ def test_in_the_engine(caplog: pytest.LogCaptureFixture) -> None:
         assert one.load(keys(*range(4))) == 4
         one.settle()
         assert one.value("kvtier_lookup_chunks_total", "own", "hit") == 4
+
+
+@pytest.mark.asyncio
+async def test_chunks_of_several_sizes_have_a_row_each() -> None:
+    """The class gets rows, so every chunk has a slot of its own, however little it fills of it."""
+    settings = {"capacity_bytes": "1MiB", "tiers": [CUED]}
+    sizes = (40960, 4096)
+    chunks = {
+        key: payload(key, sizes[key_group(key)])
+        for key in (make_key(bytes([number + 1]) * 32, number % 2) for number in range(10))
+    }
+    async with kvtier.open(settings, chunk_bytes=sizes, namespace={"model": "m"}) as cache:
+        assert (cache.geometry.slab_slots, cache.geometry.slot_bytes) == (1, 40960)
+        await cache.store(chunks)
+        assert await cache.flush()
+        cache.engine._planner.state.evicted(cache.engine.cache.index.drop(list(chunks)))
+        views = await cache.load(list(chunks))
+        assert [bytes(view) for view in views] == list(chunks.values())
 
 
 @pytest.mark.fault("C26")

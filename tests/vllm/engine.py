@@ -338,6 +338,7 @@ class Host:
         manager = self._manager()
         index = manager.engine.cache.index
         stats = manager.engine.stats()
+        value = manager.engine.registry.value
         return {
             "tier_hits": stats.tier_hits,
             "stored_bytes": stats.stored_bytes,
@@ -365,6 +366,9 @@ class Host:
             "writing": index.num_writing,
             "orphans": index.num_orphans,
             "capacity": index.capacity,
+            "widths": list(manager.region.geometry.widths),
+            "fill": value("kvtier_host_fill_ratio"),
+            "padding": value("kvtier_host_padding_ratio"),
         }
 
     def metrics(self) -> str:

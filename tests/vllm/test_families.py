@@ -538,6 +538,23 @@ def test_each_group_loads_what_its_window_needs(served: Served) -> None:
         assert served.windows[:-1] == [-(-WINDOW_TOKENS // served.chunk_tokens)] * 5
 
 
+def test_little_of_a_full_host_memory_is_padding(served: Served) -> None:
+    """Recurrent states and attention over as many tokens differ in size; windowed groups do not."""
+    for seed in range(40, 80):
+        served.run(served.a_prompt(seed, served.case.max_model_len - 16))
+        state = served.call("settle")
+        if state["fill"] > 0.8:  # an eighth may be kept free for loads
+            break
+    else:
+        pytest.fail(f"host memory is not full: {state['fill']}")
+    assert 0 <= state["padding"] <= 0.15
+    payloads = served.payload_bytes
+    if max(payloads) * 0.85 > min(payloads):
+        assert len(set(state["widths"])) > 1
+    else:
+        assert set(state["widths"]) == {1}
+
+
 @pytest.mark.fault("K03")
 def test_after_a_restart_in_another_process(restarted: Served) -> None:
     served = restarted
