@@ -276,14 +276,15 @@ class PureIndex:
         self.insert(key, self.missed(key), Chunk(READY, not saved))
         return True
 
-    def keep_free(self, n: int, limit: int) -> list[bytes]:
-        evicted: list[bytes] = []
-        while self.num_free < n and len(evicted) < limit:
-            victim = self.victim(None, set(), saved_only=True)
+    def keep_free(self, n: int, limit: int, saved_only: bool) -> tuple[list[bytes], list[bytes]]:
+        """Evicted keys, and those of them that were unsaved."""
+        gone: list[tuple[bytes, bool]] = []
+        while self.num_free < n and len(gone) < limit:
+            victim = self.victim(None, set(), saved_only)
             if victim is None:
                 break
-            evicted.append(victim[0])
-        return evicted
+            gone.append(victim)
+        return [key for key, _ in gone], [key for key, unsaved in gone if unsaved]
 
     def clear(self) -> list[bytes]:
         """READY keys; what is in flight (lent slots stay in `lent`) becomes an orphan."""
@@ -521,22 +522,25 @@ class PureSizes:
         self.sizes[self.slabs[slot // self.slab_slots]].lent -= 1
         self.free(slot)
 
-    def keep_free(self, n: int, limit: int, group: int) -> list[bytes]:
+    def keep_free(
+        self, n: int, limit: int, group: int, saved_only: bool
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Evicted keys, and those of them that were unsaved."""
         size = self.size_of[group]
         gone: list[tuple[bytes, bool]] = []
         most = self.free_for(size) + limit
         while self.free_for(size) < min(n, most):
             before = self.free_slabs()
-            gone += self.take_slab(size, set(), saved_only=True)
+            gone += self.take_slab(size, set(), saved_only)
             if self.free_slabs() > before:
                 continue
             slots = {key: slot for slot, key in self.taken.items()}
-            victim = self.sizes[size].victim(None, set(), saved_only=True)
+            victim = self.sizes[size].victim(None, set(), saved_only)
             if victim is None:
                 break
             self.free(slots[victim[0]])
             gone.append(victim)
-        return [key for key, _ in gone]
+        return [key for key, _ in gone], [key for key, unsaved in gone if unsaved]
 
     def clear(self) -> list[bytes]:
         """READY keys; what is in flight keeps its slot, without a key."""

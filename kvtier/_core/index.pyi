@@ -179,9 +179,14 @@ class Index:
         the key was already there (the slot is then FREE again)."""
     def give_back(self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint32]) -> None:
         """Lent slots become FREE again, unused."""
-    def keep_free(self, n: int, limit: int = 64, group: int = 0) -> list[bytes]:
+    def keep_free(
+        self, n: int, limit: int = 64, group: int = 0, unsaved: list[bytes] | None = None
+    ) -> list[bytes]:
         """Evict saved chunks until `n` slots are free for chunks of `group`, or `limit` more than
-        before (or the rest of a slab more); returns the keys."""
+        before (or the rest of a slab more); returns the keys.
+
+        With a list for them, unsaved chunks go as well, after the saved ones; it has their keys.
+        """
     def oldest_unsaved(self, n: int) -> list[bytes]:
         """Up to `n` unsaved READY keys, the next victims first."""
     def mark_saved(self, keys: Sequence[bytes]) -> None: ...

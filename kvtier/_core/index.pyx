@@ -1122,27 +1122,32 @@ cdef class Index:
             PyBuffer_Release(&a)
         self.changed()
 
-    def keep_free(self, n: int, limit: int = 64, group: int = 0) -> list:
+    def keep_free(self, n: int, limit: int = 64, group: int = 0, unsaved=None) -> list:
         """Evict saved chunks until `n` slots are free for chunks of `group`, or `limit` more than
         before (or the rest of a slab more); returns the keys.
 
         Room made ahead of demand never costs a chunk that only host memory holds.
         """
+        cdef bint saved_only = unsaved is None
+        cdef list lost = [] if unsaved is None else unsaved
         cdef kvt_index *x = self.of_group(group)
         cdef uint64_t wanted = max(n, 0), most = kvt_free_for(&self.g, x) + <uint64_t> max(limit, 0)
         cdef int broken = 0
         cdef int64_t s
         cdef list evicted = []
         while kvt_free_for(&self.g, x) < min(wanted, most):
-            if self.g.slab is not NULL and self.take_slab(x, evicted, [], True):
+            if self.g.slab is not NULL and self.take_slab(x, evicted, lost, saved_only):
                 continue
-            s = kvt_take_victim(x, NULL, 1, &broken)
+            s = kvt_take_victim(x, NULL, saved_only, &broken)
             if broken:
                 self.broken("a victim was not in the key table")
             if s < 0:
                 break
             kvt_push_free(x, <uint32_t> s)
-            evicted.append(key_bytes(&x.t.rec[s]))
+            key = key_bytes(&x.t.rec[s])
+            evicted.append(key)
+            if kvt_flags(&x.t.rec[s]) & KVT_UNSAVED:
+                lost.append(key)
         self.changed()
         return evicted
 

@@ -321,7 +321,7 @@ class Loads:
             if n > 0:
                 shortage = n - self._index.free_for(record.group)
                 if shortage > 0:
-                    self._state.evicted(self._index.keep_free(n, shortage, record.group))
+                    self._make_room(n, shortage, record.group)
                 slots, generations = self._lend(record, n)
                 if slots:
                     self._state.out.append(m.Lend(record.job, slots, generations))
@@ -331,6 +331,15 @@ class Loads:
                 self._state.out.append(m.NoMoreSlots(record.job))
                 self._state.recorder.add("kvtier_hold_refused_total", record.wants)
             self.line.remove(record)
+
+    def _make_room(self, n: int, shortage: int, group: int) -> None:
+        """Evict for loads that are wanted: saved chunks; while no tier takes any, all of them, as a
+        store would. Else a host full of what cannot be saved would serve no tier's chunk again."""
+        unsaved: list[bytes] | None = None
+        if not any(tier.writable for tier in self._tiers):
+            unsaved = []
+        evicted = self._index.keep_free(n, shortage, group, unsaved)
+        self._state.evicted(evicted, unsaved or ())
 
     def take(self, message: m.Found, now: float) -> None:
         """News of a find."""

@@ -160,9 +160,11 @@ class IndexMachine(RuleBasedStateMachine):
         with pytest.raises(InternalError, match="is not lent"):
             self.index.give_back(np.array([slot]), np.array([generation], np.uint32))
 
-    @rule(n=st.integers(0, CAPACITY), limit=st.integers(0, 3))
-    def keep_free(self, n: int, limit: int) -> None:
-        assert self.index.keep_free(n, limit) == self.pure.keep_free(n, limit)
+    @rule(n=st.integers(0, CAPACITY), limit=st.integers(0, 3), saved_only=st.booleans())
+    def keep_free(self, n: int, limit: int, saved_only: bool) -> None:
+        unsaved: list[bytes] = []
+        got = self.index.keep_free(n, limit, 0, None if saved_only else unsaved)
+        assert (got, unsaved) == self.pure.keep_free(n, limit, saved_only)
 
     @rule(wanted=KEYS, other_side=st.booleans())
     def mark_saved(self, wanted: list[bytes], other_side: bool) -> None:

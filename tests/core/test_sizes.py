@@ -181,9 +181,16 @@ class SizesMachine(RuleBasedStateMachine):
         with pytest.raises(InternalError, match="is not lent"):
             self.index.give_back(np.array([slot]), np.array([generation], np.uint32))
 
-    @rule(n=st.integers(0, 12), limit=st.integers(0, 5), group=st.integers(0, 3))
-    def keep_free(self, n: int, limit: int, group: int) -> None:
-        assert self.index.keep_free(n, limit, group) == self.pure.keep_free(n, limit, group)
+    @rule(
+        n=st.integers(0, 12),
+        limit=st.integers(0, 5),
+        group=st.integers(0, 3),
+        saved_only=st.booleans(),
+    )
+    def keep_free(self, n: int, limit: int, group: int, saved_only: bool) -> None:
+        unsaved: list[bytes] = []
+        got = self.index.keep_free(n, limit, group, None if saved_only else unsaved)
+        assert (got, unsaved) == self.pure.keep_free(n, limit, group, saved_only)
 
     @rule(wanted=KEYS)
     def mark_saved(self, wanted: list[bytes]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import kvtier
 from kvtier.testing.faults import Script
+from kvtier.types import Outcome
 from tests.engine.rig import CHUNK, Rig, key, keys, payload, rig, scripted
 
 
@@ -23,6 +24,25 @@ def test_room_made_ahead_leaves_a_small_host_its_chunks() -> None:
         one.settle()
         assert in_host(one, *range(64)) == 62
         assert one.value("kvtier_host_slots", "free") == 2
+
+
+def test_a_host_full_of_what_cannot_be_saved_still_loads() -> None:
+    """A tier that lost its room for writes: what it has is served all the same."""
+    tier = Script("tier")
+    breaker = {"failures": 1, "open_seconds": 60}
+    with rig(slots=16, tiers=[scripted(tier)], breaker=breaker) as one:
+        one.store(keys(*range(8)))
+        one.settle()
+        one.engine.reset()
+        one.settle()
+        tier.always["store"] = Outcome.READ_ONLY
+        one.store(keys(*range(20, 24)))
+        one.until(lambda: one.value("kvtier_breaker_opened_total", "tier") == 1)
+        one.store(keys(*range(24, 40)))
+        one.settle()
+        before = one.engine.stats().evicted_unsaved
+        assert one.load(keys(*range(8))) == 8
+        assert one.engine.stats().evicted_unsaved == before + 8
 
 
 def test_a_chunk_beyond_its_threshold_is_stored_again_when_it_is_new_again() -> None:
