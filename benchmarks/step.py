@@ -45,6 +45,7 @@ import msgspec
 from benchmarks.harness import Case, machine
 from benchmarks.stream import CHUNK_BYTES, KVTier, Peer, System, arrivals
 from kvtier._core.fileio import Batch, Directory
+from kvtier.host.huge import HUGE_BYTES
 from kvtier.runtime.child import NICE, POLICY
 from kvtier.types import make_key
 
@@ -215,8 +216,12 @@ def do_io(folder: Path, rates: Rates) -> None:
 
     def work_of(count: int) -> tuple[mmap.mmap, list[int], list[int]]:
         """Memory for so many chunks, their addresses and lengths."""
-        memory = mmap.mmap(-1, count * CHUNK_BYTES)
+        memory = mmap.mmap(-1, count * CHUNK_BYTES + HUGE_BYTES)
+        # As a region has them: direct reads into small pages are half as fast.
+        memory.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start += -start % HUGE_BYTES
+        ctypes.memset(start, 0, count * CHUNK_BYTES)
         return memory, [start + i * CHUNK_BYTES for i in range(count)], [CHUNK_BYTES] * count
 
     def names(first: int) -> list[bytes]:
