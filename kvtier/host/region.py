@@ -252,11 +252,8 @@ class Region:
         return self.base_address + slot * self.geometry.slot_bytes
 
     def area(self, group: int) -> tuple[int, int, int, int]:
-        """Where chunks of `group` may lie: the address of slot 0 in this process, the bytes of a
-        slab, the number of slabs, and the bytes between two chunks."""
-        geometry = self.geometry
-        stride_bytes = geometry.stride_bytes[group]
-        return self.base_address, geometry.slab_bytes, geometry.num_slabs, stride_bytes
+        """Where chunks of `group` may lie in this process (``Geometry.area``)."""
+        return self.geometry.area(group, self.base_address)
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self._known_slots:

@@ -195,16 +195,16 @@ async def test_through_the_library(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_slots_are_kept_free_ahead_in_each_class() -> None:
-    """Loads begin with the lookup, whatever the size; of a small memory an eighth is kept."""
+    """Loads begin with the lookup, whatever the size; of a small memory a 32nd is kept."""
     sizes = SETS["tenfold"]
     script = Script("t")
-    with rig(slots=40, groups=groups_of(sizes), tiers=[scripted(script)]) as one:
+    with rig(slots=160, groups=groups_of(sizes), tiers=[scripted(script)]) as one:
         index = one.engine.cache.index
-        for number in range(60):
+        for number in range(240):
             one.store([key(number, 0), *(key(100 * number + i, 1) for i in range(10))])
             one.settle()
         for group in (0, 1):
-            assert index.capacity_for(group) >= 16
+            assert index.capacity_for(group) >= 64
             assert index.free_for(group) >= 2
         assert one.engine.make_room(15, 1) >= 15
         assert index.free_for(1) >= 15

@@ -49,6 +49,10 @@ class StockRegion:
         self.geometry = geometry
         self.base_address = int(region.base_tensor.data_ptr())
 
+    def area(self, group: int) -> tuple[int, int, int, int]:
+        """Where rows may lie (``Geometry.area``)."""
+        return self.geometry.area(group, self.base_address)
+
     def publish(self, rank: int, transfer: int) -> None:
         """vLLM's manager hears of the end of a copy from vLLM alone."""
 
