@@ -203,8 +203,8 @@ class Geometry(msgspec.Struct, frozen=True):
         return tuple(self.slab_bytes / (self.slab_slots // width) for width in self.widths)
 
     def area(self, group: int, base: int) -> tuple[int, int, int, int]:
-        """Where chunks of `group` may lie, with slot 0 at address `base`: that address, the bytes of
-        a slab, the number of slabs, and the bytes between two chunks."""
+        """Where chunks of `group` may lie, with slot 0 at `base`: that address, the bytes of a
+        slab, the number of slabs, and the bytes between two chunks."""
         return base, self.slab_bytes, self.num_slabs, self.stride_bytes[group]
 
     @property
