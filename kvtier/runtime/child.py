@@ -42,7 +42,8 @@ def main() -> None:
     fd = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    # Of a server that is nicer itself it stays as nice: less would need privileges.
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with contextlib.suppress(OSError):  # a wish, refused by some sandboxes
         os.sched_setscheduler(0, POLICY, os.sched_param(0))
     # vLLM pins its processes to single cores; this one may run wherever the cgroup lets it. Some

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from kvtier.engine import supervisor as supervisor_module
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import sweep
 from kvtier.runtime import process as process_module
-from kvtier.runtime.child import HANGUP_SECONDS
+from kvtier.runtime.child import HANGUP_SECONDS, NICE
 from kvtier.runtime.process import ProcessCarrier
 from kvtier.types import Lookup
 from tests.engine.rig import CHUNK, Rig, keys, rig
@@ -417,7 +418,7 @@ def test_what_the_child_is_given(gates: Gates, monkeypatch: pytest.MonkeyPatch) 
             assert "KVTIER_TEST_VARIABLE" in names
             assert not names & {"PROMETHEUS_MULTIPROC_DIR", "LD_PRELOAD"}
             assert not [name for name in names if name.startswith(("OMP_", "KMP_", "GOMP_"))]
-            assert child["nice"] == os.getpriority(os.PRIO_PROCESS, 0) + 10
+            assert child["nice"] == max(NICE, os.getpriority(os.PRIO_PROCESS, 0))
             assert child["policy"] == os.SCHED_BATCH
             assert set(child["affinity"]) == before
             assert child["sigint"]
@@ -435,6 +436,23 @@ def test_what_the_child_is_given(gates: Gates, monkeypatch: pytest.MonkeyPatch) 
             assert carrier.alive
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_the_child_of_a_nice_server_stays_as_nice() -> None:
+    """Asking for more of the processor would be refused, and the child would not start."""
+    program = "import os, kvtier.runtime.child as c; c.main(); print(os.getpriority(0, 0))"
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.close()
+        done = subprocess.run(
+            ["nice", "-n", "15", sys.executable, "-c", program, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stdout == f"{15 + os.getpriority(os.PRIO_PROCESS, 0)}\n", done.stderr
 
 
 def test_configuration_error_inside_the_child(gates: Gates) -> None:
