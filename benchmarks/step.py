@@ -56,10 +56,11 @@ system call and a decoded message each), makes what came READY, and keeps accoun
 cannot take.
 
 What is left of the difference is in the tail: a step in which several prompts' answers come
-together, or a long prompt is asked for. *same_io* is the same idle step beside an unrelated process
-that is to move as many bytes; it prints what it did move, which in the run above was less than half
-of that, so its tail is that of a quieter machine. In runs in which it kept up its 99th percentile
-was above that of the saturated step.
+together, or a long prompt is asked for, on a processor whose other half is busy. *same_io* is the
+same idle step beside an unrelated process that is to move as many bytes; it prints what it did,
+which in the run above was a third of that, so its tail is that of a quieter machine (huge pages for
+its memory did not change that). A neighbour that only computes slows the scheduler's Python by 1.3
+on this machine, whose two processors seem to be halves of one.
 
 What was done: the service runs under SCHED_BATCH, so that a thread that wakes up does not take the
 scheduler's processor (99th percentile of wall time 1.9 to 1.0 ms at the same throughput); a prompt
@@ -68,7 +69,10 @@ that waits is not walked again for a part that has come (99th percentile of proc
 are pinned in the call that adopts them, and what a tier has is told as a number (118 to 17 us an
 answer); cascades of a step go out in one message; a tier of one instance is not asked for what it
 cannot have; answers are taken a quarter at a time; no system call is made where there is no news,
-and one where there is (median 1.44 to 1.12 times idle, all together).
+and one where there is (median 1.44 to 1.12 times idle, all together); what a request knows of its
+chunks stands in an array, in C, instead of five dictionaries and sets of its keys (on one machine,
+before and after: idle 460 to 398 us, saturated 585 to 471, its 99th percentile of processor time
+2016 to 1121).
 """
 
 STEP_SECONDS = 0.005
