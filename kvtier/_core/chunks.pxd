@@ -27,8 +27,7 @@ cdef class RequestChunks:
     cdef int64_t *batch  # places of the keys asked last; owned
     cdef int64_t *picked  # places of the keys that `pick` found; owned
     cdef Py_ssize_t room, batch_room, picked_room
-    cdef readonly Py_ssize_t num_batch
-    cdef Py_ssize_t num_picked
+    cdef Py_ssize_t num_batch, num_picked
     cdef readonly Py_ssize_t num_held
     cdef readonly Py_ssize_t num_unsent
     cdef readonly bint writing, holdable

@@ -29,7 +29,6 @@ class RequestChunks:
     """Chunks pinned for the request."""
     num_unsent: int
     """Keys that wait for ``take_unsent``."""
-    num_batch: int
     writing: bool
     """Whether a chunk of the batch was being written by a worker."""
     holdable: bool

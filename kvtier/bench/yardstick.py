@@ -19,8 +19,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvtier.host.huge import HUGE_BYTES
+
 DEPTH = 4
-HUGE_PAGE = 2 << 20
 
 
 class Yardsticks(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ def disk_speed(directory: Path, piece: int, size: int = 96 << 20) -> tuple[float
             direct = False
             fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         try:
-            memory = mmap.mmap(-1, DEPTH * piece + HUGE_PAGE, flags=mmap.MAP_PRIVATE)
+            memory = mmap.mmap(-1, DEPTH * piece + HUGE_BYTES, flags=mmap.MAP_PRIVATE)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
             view = memoryview(memory)

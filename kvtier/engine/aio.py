@@ -26,7 +26,7 @@ from kvtier.config import Config, load, parse
 from kvtier.engine.engine import Engine, EngineStats, open_engine
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import Region
-from kvtier.tiers.registry import is_adapted
+from kvtier.tiers.registry import wants_rows
 from kvtier.types import (
     GROUP_BYTES,
     MAX_KEY_BYTES,
@@ -545,8 +545,7 @@ async def open(
     elif not isinstance(config, Config):
         raise ConfigError(f"config is a mapping or the path of a YAML file, got {config!r:.80}")
     if geometry is None:
-        # A class of the four methods gets the region as rows, one for each chunk.
-        one_size = any(is_adapted(tier) for tier in config.tiers)
+        one_size = wants_rows(config.tiers)
         geometry = _plain_geometry(chunk_bytes, config.capacity_bytes, one_size=one_size)
     elif not isinstance(geometry, Geometry):
         raise ConfigError(f"geometry is a kvtier.Geometry, got {geometry!r:.80}")

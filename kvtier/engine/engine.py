@@ -248,7 +248,7 @@ class Engine:
             if request.hits:
                 request.hits.append(key)
             else:
-                planner.hit((key,), request)
+                planner.hit(key, request)
             return _HIT
         return planner.absent(key, state, request, self._now)
 

@@ -187,15 +187,15 @@ class Planner:
             # Nobody is there to compare it; host memory serves all the same.
             self._recorder.add("kvtier_verified_chunks_total", 1, ("unchecked",))
             request.verified.add(key)
-            self.hit((key,), request)
+            self.hit(key, request)
             return Lookup.HIT
         self.verifier.ask(key, request)
         self.loads.wait(request, now)
         return Lookup.RETRY
 
-    def hit(self, keys: Sequence[bytes], request: Request) -> None:
-        """`keys` were answered HIT."""
-        request.hits.extend(keys)
+    def hit(self, key: bytes, request: Request) -> None:
+        """`key` was answered HIT, asked for by itself."""
+        request.hits.append(key)
         self._touched[request.context.request_id] = request
 
     def use(self, keys: Sequence[bytes], context: RequestContext) -> None:

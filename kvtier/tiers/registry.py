@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -93,6 +93,11 @@ def tier_class(config: TierConfig) -> type[Tier]:
 def is_adapted(config: TierConfig) -> bool:
     """Whether the tier is a four-method class, which runs in the scheduler's process."""
     return not issubclass(load_class(config), Tier)
+
+
+def wants_rows(tiers: Iterable[TierConfig]) -> bool:
+    """Whether one of the tiers gets the region as rows, one for each chunk: a four-method class."""
+    return any(is_adapted(tier) for tier in tiers)
 
 
 def check_options(config: TierConfig, path: str) -> None:

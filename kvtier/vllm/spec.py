@@ -29,7 +29,7 @@ from kvtier.config import Config, parse_extra_config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
 from kvtier.namespace import merged
-from kvtier.tiers.registry import check_options, is_adapted
+from kvtier.tiers.registry import check_options, wants_rows
 from kvtier.types import make_geometry
 from kvtier.vllm import check_version
 from kvtier.vllm.identity import namespace_fields
@@ -222,8 +222,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         )
         pages = build_pages(config, kv_caches, windows, areas, last_states=last_states)
         try:
-            # A class of the four methods gets the region as rows, one for each chunk.
-            one_size = any(is_adapted(tier) for tier in self.settings.tiers)
+            one_size = wants_rows(self.settings.tiers)
             geometry = make_geometry(pages.groups, self.settings.capacity_bytes, one_size=one_size)
         except ValueError as exc:
             raise ConfigError(f"cpu_bytes_to_use is too small: {exc}") from exc
