@@ -13,19 +13,20 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvtier._core._pure import READY, WRITING, Chunk, PureIndex
 from kvtier.errors import InternalError
 
 from .build import assert_quiet, key, keys, make_index, put
+from .machine import machine
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 CAPACITY = 8
 KEYS = st.lists(st.integers(0, 24).map(key), max_size=6, unique=True)
 
 
-class IndexMachine(RuleBasedStateMachine):
+class IndexMachine(machine(st.integers(0, 24).map(key), KEYS)):
     """Every call on both, with another side that pins through the table."""
 
     policy = "lru"
@@ -40,11 +41,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.orphans: tuple[list[int], list[int]] = ([], [])
         self.lost_leases = 0
 
-    def chunk(self, one: bytes) -> Chunk:
-        chunk = self.pure.get(one)
-        assert chunk is not None
-        return chunk
-
     @rule(wanted=KEYS)
     def reserve(self, wanted: list[bytes]) -> None:
         got = self.index.reserve(wanted)
@@ -54,23 +50,6 @@ class IndexMachine(RuleBasedStateMachine):
         for one, slot, generation in zip(got.keys, got.slots, got.generations, strict=True):
             assert self.index.locate(one) == (slot, generation)
             assert self.table.key(int(slot)) == one
-
-    @rule(wanted=KEYS)
-    def commit(self, wanted: list[bytes]) -> None:
-        assert self.index.commit(wanted) == self.pure.commit(wanted)
-
-    @rule(wanted=KEYS)
-    def abort(self, wanted: list[bytes]) -> None:
-        assert self.index.abort(wanted) == len(self.pure.remove(wanted, WRITING))
-
-    @rule(wanted=KEYS)
-    def drop(self, wanted: list[bytes]) -> None:
-        assert self.index.drop(wanted) == self.pure.remove(wanted, READY)
-
-    @rule(wanted=KEYS)
-    def touch(self, wanted: list[bytes]) -> None:
-        self.index.touch(wanted)
-        self.pure.touch(wanted)
 
     @rule(wanted=KEYS)
     def pin(self, wanted: list[bytes]) -> None:
@@ -87,21 +66,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.chunk(one).owner += 1
             self.pinned.append((self.chunk(one), int(slot), int(generation)))
 
-    @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        chunk, slot, generation = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
-        chunk.owner -= 1
-        self.index.unpin(np.array([slot]), np.array([generation], np.uint32))
-
-    @rule(one=st.integers(0, 24).map(key))
-    def service_pin(self, one: bytes) -> None:
-        found = self.table.find_and_pin_service(one)
-        assert (found is not None) == (self.pure.lookup(one) == READY)
-        if found:
-            self.chunk(one).service += 1
-            self.serviced.append((self.chunk(one), *found))
-
     @rule(wanted=KEYS)
     def pin_for_service(self, wanted: list[bytes]) -> None:
         done, slots, generations = self.index.pin_for_service(wanted)
@@ -109,16 +73,6 @@ class IndexMachine(RuleBasedStateMachine):
         for one, slot, generation in zip(done, slots, generations, strict=True):
             self.chunk(one).service += 1
             self.serviced.append((self.chunk(one), int(slot), int(generation)))
-
-    @precondition(lambda self: self.serviced)
-    @rule(data=st.data())
-    def service_unpin(self, data: st.DataObject) -> None:
-        chunk, slot, generation = self.serviced.pop(
-            data.draw(st.integers(0, len(self.serviced) - 1))
-        )
-        chunk.service -= 1
-        self.table.unpin_service(slot, generation)
-        self.reap()
 
     def reap(self) -> None:
         over = [o for o in self.pure.orphans if o.state == READY and not o.owner and not o.service]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvtier._core._pure import READY, WRITING, Chunk, PureIndex, PureSizes
 from kvtier._core.index import Index
@@ -19,6 +19,7 @@ from kvtier._core.slots import SlotTable
 from kvtier.errors import InternalError
 
 from .build import assert_quiet, key, make_table, put
+from .machine import machine
 
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 SLAB = 6
@@ -57,7 +58,7 @@ KEY = st.sampled_from(NAMES)
 KEYS = st.lists(KEY, max_size=6, unique=True)
 
 
-class SizesMachine(RuleBasedStateMachine):
+class SizesMachine(machine(KEY, KEYS)):
     """Every call on both, with another side that pins through the table."""
 
     policy = "lru"
@@ -74,11 +75,6 @@ class SizesMachine(RuleBasedStateMachine):
         self.lost: list[tuple[int, int]] = []
         """Lent slots of before a ``clear``."""
         self.orphans: tuple[list[int], list[int]] = ([], [])
-
-    def chunk(self, one: bytes) -> Chunk:
-        chunk = self.pure.get(one)
-        assert chunk is not None
-        return chunk
 
     @rule(wanted=KEYS)
     def reserve(self, wanted: list[bytes]) -> None:
@@ -97,54 +93,12 @@ class SizesMachine(RuleBasedStateMachine):
         self.touch(wanted)
 
     @rule(wanted=KEYS)
-    def commit(self, wanted: list[bytes]) -> None:
-        assert self.index.commit(wanted) == self.pure.commit(wanted)
-
-    @rule(wanted=KEYS)
-    def abort(self, wanted: list[bytes]) -> None:
-        assert self.index.abort(wanted) == len(self.pure.remove(wanted, WRITING))
-
-    @rule(wanted=KEYS)
-    def drop(self, wanted: list[bytes]) -> None:
-        assert self.index.drop(wanted) == self.pure.remove(wanted, READY)
-
-    @rule(wanted=KEYS)
-    def touch(self, wanted: list[bytes]) -> None:
-        self.index.touch(wanted)
-        self.pure.touch(wanted)
-
-    @rule(wanted=KEYS)
     def pin(self, wanted: list[bytes]) -> None:
         wanted = [one for one in wanted if self.pure.lookup(one) == READY]
         slots, generations = self.index.pin(wanted)
         for one, slot, generation in zip(wanted, slots, generations, strict=True):
             self.chunk(one).owner += 1
             self.pinned.append((self.chunk(one), int(slot), int(generation)))
-
-    @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        chunk, slot, generation = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
-        chunk.owner -= 1
-        self.index.unpin(np.array([slot]), np.array([generation], np.uint32))
-
-    @rule(one=KEY)
-    def service_pin(self, one: bytes) -> None:
-        found = self.table.find_and_pin_service(one)
-        assert (found is not None) == (self.pure.lookup(one) == READY)
-        if found:
-            self.chunk(one).service += 1
-            self.serviced.append((self.chunk(one), *found))
-
-    @precondition(lambda self: self.serviced)
-    @rule(data=st.data())
-    def service_unpin(self, data: st.DataObject) -> None:
-        chunk, slot, generation = self.serviced.pop(
-            data.draw(st.integers(0, len(self.serviced) - 1))
-        )
-        chunk.service -= 1
-        self.table.unpin_service(slot, generation)
-        self.reap()
 
     def reap(self) -> None:
         assert self.index.reap() == self.pure.end_orphans(READY)
