@@ -39,10 +39,29 @@ TALK = (
 )
 PROMPTS = [FIRST + turn * TURN for turn in range(TURNS + 1)]
 EAGER = '--engine-args={"enforce_eager": true}'
+WHOLE = 10 * BLOCK_TOKENS * TOKEN_BYTES
+"""A conversation at its end."""
 
 
 def read(directory: Path) -> Report:
     return msgspec.json.decode((directory / "report.json").read_bytes(), type=Report)
+
+
+def bench(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Exit code of the load generator in vLLM, with a device cache for two conversations."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return main(
+        [
+            "--engine=vllm",
+            f"--model={model}",
+            f"--accelerator={2 * WHOLE}",
+            f"--output={folder}",
+            f"--tier-dir={folder}",
+            "--allow-tmpfs",
+            *options,
+        ]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +73,13 @@ def test_all_strategies_serve_the_same_conversations(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Device and host memory: two conversations of four, each."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    whole = 10 * BLOCK_TOKENS * TOKEN_BYTES
-    code = main(
-        [
-            "--engine=vllm",
-            f"--model={model}",
-            *TALK,
-            f"--accelerator={2 * whole}",
-            f"--host-memory={2 * whole}",
-            f"--output={tmp_path}",
-            f"--tier-dir={tmp_path}",
-            "--allow-tmpfs",
-            EAGER,
-        ]
-    )
+    code = bench(model, tmp_path, monkeypatch, *TALK, f"--host-memory={2 * WHOLE}", EAGER)
     captured = capsys.readouterr()
     assert code in (0, 1), captured.err
     assert captured.err == ""
     report = read(tmp_path)
     assert (report.engine, report.source, report.shape) == ("vllm", None, None)
-    assert report.accelerator_bytes == 2 * whole
+    assert report.accelerator_bytes == 2 * WHOLE
     assert [run.strategy for run in report.runs] == ["none", "host", "host+fs", "stock"]
     for run in report.runs:
         assert run.requests == run.requests_wanted == CONVERSATIONS * len(PROMPTS)
@@ -131,9 +135,6 @@ def test_bytes_that_came_to_the_wrong_block_fail_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each load's chunks in reverse: right bytes in the wrong blocks, which no checksum sees."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    whole = 10 * BLOCK_TOKENS * TOKEN_BYTES
     (tmp_path / "files").mkdir()
     connector = {
         "kv_connector": "OffloadingConnector",
@@ -142,7 +143,7 @@ def test_bytes_that_came_to_the_wrong_block_fail_the_run(
         "kv_connector_extra_config": {
             "spec_name": spec,
             "spec_module_path": "tests.bench.wrong",
-            "cpu_bytes_to_use": 8 * whole,
+            "cpu_bytes_to_use": 8 * WHOLE,
             "blocks_per_chunk": 1,
         },
     }
@@ -150,19 +151,8 @@ def test_bytes_that_came_to_the_wrong_block_fail_the_run(
         tiers = [{"type": "fs", "root_dir": str(tmp_path / "files")}]
         connector["kv_connector_extra_config"]["secondary_tiers"] = tiers
     engine_args = {"enforce_eager": True, "kv_transfer_config": connector}
-    code = main(
-        [
-            "--engine=vllm",
-            f"--model={model}",
-            *TALK,
-            f"--strategies={strategy}",
-            f"--accelerator={2 * whole}",
-            f"--output={tmp_path}",
-            f"--tier-dir={tmp_path}",
-            "--allow-tmpfs",
-            f"--engine-args={json.dumps(engine_args)}",
-        ]
-    )
+    options = [f"--strategies={strategy}", f"--engine-args={json.dumps(engine_args)}"]
+    code = bench(model, tmp_path, monkeypatch, *TALK, *options)
     assert code == 1, capsys.readouterr().err
     report = read(tmp_path)
     (run,) = report.runs
@@ -182,26 +172,18 @@ def test_a_trace_in_vllm(
 ) -> None:
     """Three prefixes in turn, one request at a time; the device cache holds two prompts, host
     memory one. While no request is due, the generator says so."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     lines = [row(i * 800, 1100, 6, (10 * (i % 3), 10 * (i % 3) + 1, 100 + i)) for i in range(9)]
     lines.append(row(6500, 2600, 6, (70, 71, 72, 73, 74, 75)))  # too long for this device cache
     lines.append(row(16_000, 1100, 6, (0, 1, 200)))
     trace = write(tmp_path / "trace.jsonl", *lines)
-    whole = 10 * BLOCK_TOKENS * TOKEN_BYTES
-    code = main(
-        [
-            "--engine=vllm",
-            f"--model={model}",
-            *("--workload=trace", f"--trace={trace}", "--speedup=2"),
-            "--strategies=none,host+fs",
-            f"--accelerator={2 * whole}",
-            f"--host-memory={whole}",
-            f"--output={tmp_path}",
-            f"--tier-dir={tmp_path}",
-            "--allow-tmpfs",
-            EAGER,
-        ]
+    code = bench(
+        model,
+        tmp_path,
+        monkeypatch,
+        *("--workload=trace", f"--trace={trace}", "--speedup=2"),
+        "--strategies=none,host+fs",
+        f"--host-memory={WHOLE}",
+        EAGER,
     )
     captured = capsys.readouterr()
     assert code in (0, 1), captured.err
