@@ -4,6 +4,7 @@
 ``KVTIER_CHECKS=1`` turns on bounds checks and the C invariant walks.
 """
 
+import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -34,6 +35,16 @@ if platform.system() != "Linux":
     raise SystemExit("kvtier needs Linux: it uses O_TMPFILE, flock and /dev/shm")
 
 
+def ucx_headers() -> str | None:
+    """Folder of UCX's headers: those of the wheel ``libucx-cu12``, else the system's."""
+    wheel = importlib.util.find_spec("libucx")
+    places = [f"{folder}/include" for folder in (wheel and wheel.submodule_search_locations) or ()]
+    for place in (*places, "/usr/include"):
+        if Path(place, "ucp/api/ucp.h").is_file():
+            return place
+    return None
+
+
 def extension(name: str) -> Extension:
     source = f"kvtier/_core/{name}.pyx"
     return Extension(
@@ -49,11 +60,20 @@ def extension(name: str) -> Extension:
     )
 
 
-EXTENSIONS = [extension(path.stem) for path in sorted(Path("kvtier/_core").glob("*.pyx"))]
+EXTENSIONS = {
+    path.stem: extension(path.stem) for path in sorted(Path("kvtier/_core").glob("*.pyx"))
+}
+headers = ucx_headers()
+if headers is None:
+    del EXTENSIONS["ucx"]
+    print("kvtier._core.ucx is left out: no UCX headers (pip install libucx-cu12)")
+else:
+    # As a system's, so that their warnings are not ours.
+    EXTENSIONS["ucx"].extra_compile_args = [*CFLAGS, "-isystem", headers]
 
 setup(
     ext_modules=cythonize(
-        EXTENSIONS,
+        list(EXTENSIONS.values()),
         compiler_directives=DIRECTIVES,
         build_dir="build/checked" if CHECKS else "build/plain",
     )

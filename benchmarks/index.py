@@ -35,7 +35,7 @@ import numpy.typing as npt
 from benchmarks.harness import Case, report
 from kvtier._core.chase import chase
 from kvtier._core.index import Index
-from kvtier._core.slots import RECORD_BYTES, SlotTable, table_bytes
+from kvtier._core.slots import READY, RECORD_BYTES, SlotTable, table_bytes
 
 NOTES = """
 ARC touches more memory than LRU at each miss: the bucket in which the new key's ghost might be,
@@ -132,7 +132,7 @@ class Steps:
         index = self.index
         begin = time.thread_time()
         for old, fresh in work:
-            prefix, _ = index.lookup_batch(old)
+            prefix = index.states(old).count(READY)
             slots, generations = index.pin(old)
             index.unpin(slots, generations)
             index.touch(old)

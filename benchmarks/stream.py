@@ -105,22 +105,23 @@ class KVTier(System):
 
     Parameters
     ----------
-    root : Path
-        Directory of the file tier.
+    tier : dict
+        Configuration of the tier.
     isolation : {"thread", "process"}
     quiet : bool
-        Whether the file tier is configured but gets nothing to do.
+        Whether the tier is configured but gets nothing to do.
     single : bool
         Ask key by key, as vLLM does, instead of a prompt at a time.
     """
 
-    def __init__(self, root: Path, isolation: str, quiet: bool, single: bool = False) -> None:
+    def __init__(
+        self, tier: dict[str, Any], isolation: str, quiet: bool, single: bool = False
+    ) -> None:
         self.quiet = quiet
         self.single = single
-        tier: dict[str, Any] = {"type": "fs", "root_dir": str(root), "private": True}
         if quiet:
             # It wants chunks of a group that there is none of.
-            tier["groups"] = [1]
+            tier = {**tier, "groups": [1]}
         config = parse(
             {
                 "capacity_bytes": SLOTS * CHUNK_BYTES,

@@ -3,23 +3,44 @@
 
 A prompt is asked for again and again while it waits, and a step finds the caches cold: a dictionary
 of a few hundred keys costs it two or three cache misses a key, an array a few in all. So a key is
-hashed once, when it is first asked for, and has a place from then on. Owner's thread only; pins
-counted here are the index's business (`Index.hold`), which reads and writes `chunk` itself.
+hashed once, when it is first asked for, and has a place from then on. Looks the keys up in the
+owner's index and takes pins there for the request. Owner's thread only.
 """
 
 from cpython.bytes cimport PyBytes_CheckExact
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t
-from libc.stdlib cimport free, realloc
+from libc.stdint cimport INT64_MAX, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
+
+from kvtier._core.arrays cimport int64s, new_int64s, uint32s
+from kvtier._core.index cimport Index
+from kvtier._core.room cimport kvt_of_slot, unpin
+from kvtier._core.slots cimport *
 
 cimport numpy as cnp
 
-from kvtier._core.slots cimport KVT_READY, KVT_WRITING
+from kvtier.errors import InternalError
 
 cnp.import_array()
+
+cdef enum:
+    KVT_HIT = 1  # answered HIT since the end of the last step
+    KVT_COUNTED = 2  # its hit or miss is in the metrics
+    KVT_HELD = 4  # pinned for the request, at `slot` and `generation`
+    KVT_UNSENT = 8  # asked for, and no tier has been told yet
+    KVT_PICKED = 16  # among `picked`
+
+
+cdef struct kvt_chunk:
+    uint32_t slot
+    uint32_t generation
+    uint8_t state  # in host memory when it was looked at last
+    uint8_t status  # what the tiers have of it
+    uint8_t flags
+
 
 cdef enum:
     # What the tiers have: nobody knows yet; not to be had; it came.
@@ -46,16 +67,48 @@ cdef void *grown(void *memory, Py_ssize_t *room, Py_ssize_t wanted, size_t size)
     return memory
 
 
-cdef int64_t *numbers(cnp.ndarray array) except NULL:
-    if cnp.PyArray_TYPE(array) != cnp.NPY_INT64 or not cnp.PyArray_ISCARRAY_RO(array):
-        raise TypeError("places are a contiguous array of int64")
-    return <int64_t *> cnp.PyArray_DATA(array)
+cdef bint differ(list keys) noexcept:
+    """Whether no key stands twice, for sure. A dictionary would tell as well, for ten times as
+    much; these keys have their hashes already."""
+    cdef Py_ssize_t n = PyList_GET_SIZE(keys), i, at, mask = 8
+    cdef Py_hash_t one
+    cdef bint so = True
+    while mask < 4 * n:
+        mask *= 2
+    cdef uint32_t *seen = <uint32_t *> calloc(mask, sizeof(uint32_t))  # positions + 1
+    if seen is NULL:
+        return False
+    mask -= 1
+    for i in range(n):
+        one = hash(<object> PyList_GET_ITEM(keys, i))
+        at = one & mask
+        while seen[at] and so:
+            so = hash(<object> PyList_GET_ITEM(keys, seen[at] - 1)) != one
+            at = (at + 1) & mask
+        if not so:
+            break
+        seen[at] = <uint32_t> (i + 1)
+    free(seen)
+    return so
 
 
 cdef class RequestChunks:
     """See the stub."""
 
-    def __cinit__(self):
+    cdef Index index  # where the chunks are, and the pins of those that are held
+    cdef list keys  # in the order of the first question
+    cdef dict places  # of each key in `keys`; None while nobody has asked for it
+    cdef kvt_chunk *chunk  # by place; owned
+    cdef int64_t *batch  # places of the keys asked last; owned
+    cdef int64_t *picked  # places of the keys that `pick` found; owned
+    cdef Py_ssize_t room, batch_room, picked_room
+    cdef Py_ssize_t num_batch, num_picked
+    cdef readonly Py_ssize_t num_held, held_slots
+    cdef readonly Py_ssize_t num_unsent
+    cdef readonly bint writing, holdable
+
+    def __cinit__(self, Index index not None):
+        self.index = index
         self.keys = []
         self.places = {}
 
@@ -146,6 +199,50 @@ cdef class RequestChunks:
                 raise IndexError(f"place {at[i]} of {PyList_GET_SIZE(self.keys)}")
         return 0
 
+    def look(self, keys) -> tuple:
+        cdef Index index = self.index
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = index.find(items), i, prefix = -1
+        cdef bint same = n and self.is_batch(items)
+        cdef unsigned state
+        if not same:
+            self.enter(items)
+        self.writing = False
+        for i in range(n):
+            state = self.see(&self.chunk[self.batch[i]], &index.scratch[i], &same)
+            if state == KVT_WRITING:
+                self.writing = True
+            if prefix < 0 and state != KVT_READY:
+                prefix = i
+        return (n if prefix < 0 else prefix), bool(same)
+
+    cdef unsigned see(self, kvt_chunk *c, const kvt_key *k, bint *same):
+        """Note where a key was found, and its state; *same is cleared if that has changed."""
+        cdef uint64_t word
+        cdef unsigned state = 0
+        if k.slot >= 0:
+            word = kvt_load(&self.index.c.t.rec[k.slot])
+            state = kvt_state(word)
+            c.slot = <uint32_t> k.slot
+            c.generation = kvt_gen(word)
+        if c.state != state:
+            c.state = <uint8_t> state
+            same[0] = False
+        return state
+
+    def note(self, keys) -> None:
+        cdef Index index = self.index
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = index.find(items), i
+        cdef bint same = True
+        cdef int64_t at
+        for i in range(n):
+            at = self.place(items[i])
+            if self.see(&self.chunk[at], &index.scratch[i], &same) == KVT_READY:
+                self.chunk[at].flags |= KVT_HIT
+        if not same:
+            self.num_batch = 0  # what was said of the batch may be wrong by now
+
     def repeats(self, keys) -> bool:
         return self.is_batch(keys if type(keys) is list else list(keys))
 
@@ -188,7 +285,8 @@ cdef class RequestChunks:
         cdef Py_ssize_t i
         cdef kvt_chunk *c
         cdef list found = []
-        self.name()
+        if self.places is None and not differ(self.keys):
+            self.name()  # each of those that stand twice has one place then
         self.picked = <int64_t *> grown(
             self.picked, &self.picked_room, self.num_batch, sizeof(int64_t))
         self.num_picked = 0
@@ -229,10 +327,9 @@ cdef class RequestChunks:
 
     def take_unsent(self) -> tuple:
         cdef Py_ssize_t n = PyList_GET_SIZE(self.keys), i, done = 0
-        cdef cnp.npy_intp size = self.num_unsent
-        cdef cnp.ndarray places = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT64, 0)
-        cdef int64_t *out = <int64_t *> cnp.PyArray_DATA(places)
+        cdef int64_t *out
         cdef list keys = []
+        places = new_int64s(self.num_unsent, &out)
         for i in range(n):
             if self.chunk[i].flags & KVT_UNSENT:
                 self.chunk[i].flags &= ~KVT_UNSENT
@@ -242,27 +339,111 @@ cdef class RequestChunks:
         self.num_unsent = 0
         return keys, places
 
-    def gone(self, cnp.ndarray places not None, list positions=None) -> None:
-        cdef int64_t *at = numbers(places)
-        cdef Py_ssize_t n = cnp.PyArray_SIZE(places), i
+    def gone(self, places, positions=None) -> None:
+        cdef Py_ssize_t n = 0, m = 0, i, j
+        cdef int64_t *at = int64s(places, &n)
+        cdef int64_t *which
         self.check_places(at, n)
         if positions is None:
             for i in range(n):
                 if self.chunk[at[i]].status == IS_ASKED:
                     self.chunk[at[i]].status = IS_GONE
             return
-        for one in positions:
-            i = one
+        which = int64s(positions, &m)
+        for j in range(m):
+            i = which[j]
             if i < 0 or i >= n:
                 raise IndexError(f"position {i} of {n}")
             self.chunk[at[i]].status = IS_GONE
 
-    def loaded(self, cnp.ndarray places not None) -> None:
-        cdef int64_t *at = numbers(places)
-        cdef Py_ssize_t n = cnp.PyArray_SIZE(places), i
+    def loaded(self, places) -> None:
+        cdef Py_ssize_t n = 0, i
+        cdef int64_t *at = int64s(places, &n)
         self.check_places(at, n)
         for i in range(n):
             self.chunk[at[i]].status = IS_LOADED
+
+    def hold(self, limit: int, places=None, slots=None) -> tuple:
+        cdef Index index = self.index
+        cdef int64_t last = INT64_MAX  # of `held_slots`, at which a widest chunk still fits
+        if slots is not None:
+            last = self.held_slots + <Py_ssize_t> slots - index.c[index.g.sizes - 1].width
+        cdef Py_ssize_t n = PyList_GET_SIZE(self.keys), i, done = 0, left = 0
+        cdef Py_ssize_t most = limit
+        cdef int64_t *at = NULL
+        cdef kvt_chunk *c
+        if places is not None:
+            at = int64s(places, &n)
+            self.check_places(at, n)
+            index.find([self.keys[at[i]] for i in range(n)])
+        for i in range(n):
+            c = &self.chunk[i if at is NULL else at[i]]
+            if c.flags & KVT_HELD:
+                continue
+            if at is NULL:
+                if not c.flags & KVT_HIT:
+                    continue
+            elif index.scratch[i].slot < 0:
+                left += 1
+                continue
+            else:
+                c.slot = <uint32_t> index.scratch[i].slot
+                c.generation = kvt_gen(kvt_load(&index.c.t.rec[c.slot]))
+            # Its generation says that it is the same chunk still.
+            if done < most and self.held_slots <= last and kvt_pin(
+                &index.c.t.rec[c.slot], c.generation, KVT_OWNER_ONE, KVT_OWNER_MASK
+            ) == 1:
+                c.flags |= KVT_HELD
+                self.held_slots += kvt_of_slot(&index.g, c.slot).width
+                done += 1
+            else:
+                left += 1
+        self.num_held += done
+        return done, left
+
+    def held(self, places, slots, generations, list pinned not None) -> int:
+        cdef Py_ssize_t n = 0, m = 0, k = 0, i, done = 0
+        cdef kvt_chunk *c
+        cdef int64_t *at = int64s(places, &k)
+        cdef int64_t *s = int64s(slots, &n)
+        cdef uint32_t *g = uint32s(generations, &m)
+        self.index.bounds(s, n, m)
+        if k != n or len(pinned) != n:
+            raise ValueError(f"{k} places and {len(pinned)} answers for {n} slots")
+        self.check_places(at, n)
+        for i in range(n):
+            if not pinned[i]:
+                continue
+            c = &self.chunk[at[i]]
+            if c.flags & KVT_HELD:
+                raise InternalError(f"chunk {at[i]} of the request is held twice")
+            c.flags |= KVT_HELD
+            c.slot = <uint32_t> s[i]
+            c.generation = g[i]
+            self.held_slots += kvt_of_slot(&self.index.g, c.slot).width
+            done += 1
+        self.num_held += done
+        return done
+
+    def unhold(self, keys=None) -> int:
+        cdef Index index = self.index
+        cdef Py_ssize_t n = PyList_GET_SIZE(self.keys), i, done = 0
+        cdef int64_t at
+        cdef list items = None
+        if keys is not None:
+            items = keys if type(keys) is list else list(keys)
+            n = len(items)
+        for i in range(n):
+            at = i if items is None else self.known(items[i], i)
+            if at < 0 or not self.chunk[at].flags & KVT_HELD:
+                continue
+            self.chunk[at].flags &= ~KVT_HELD
+            self.num_held -= 1
+            self.held_slots -= kvt_of_slot(&index.g, self.chunk[at].slot).width
+            done += 1
+            unpin(index, self.chunk[at].slot, self.chunk[at].generation)
+        index.changed()
+        return done
 
     def count(self) -> tuple:
         cdef Py_ssize_t i, hits = 0, misses = 0

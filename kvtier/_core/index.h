@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The owner's index: moves of one slot between FREE, WRITING, READY and the lists, and the search
- * for victims. `index.pyx` checks arguments and loops over batches. There is one for each size
- * class; what they share, and how memory goes from one to another, is in `slabs.h`.
+ * for victims. `room.pyx` and `index.pyx` check arguments and loop over batches. There is one for
+ * each size class; what they share, and how memory goes from one to another, is in `slabs.h`.
  *
  * Owner's thread only; other processes change pins and flags meanwhile, so every decision about a
  * slot is made by the compare-and-swap that carries it out.
@@ -27,17 +27,11 @@ typedef struct {
     int expected; /* [end, expected) have a slot only */
 } kvt_ahead;
 
-/* How far the nodes of a class have been fetched from its LRU end on. A wish and no more: slots move,
- * and where it has come to may be anywhere. */
-typedef struct {
-    uint32_t at;
-    int lead; /* victims until `at`, at most */
-} kvt_scout;
-
 typedef struct {
     kvt_table t;
     kvt_lists l;
-    const kvt_policy *policy;
+    const kvt_policy *policy; /* a table of the module that opened this */
+    enum { KVT_OTHER, KVT_LRU, KVT_ARC } known; /* a policy that every module has */
     void *state; /* of the policy; owned */
     uint64_t capacity;    /* chunks that there is memory for */
     uint64_t bumped, end; /* slots bumped, bumped + width, ... below end were never used */
@@ -46,7 +40,7 @@ typedef struct {
     uint32_t guess; /* slot of the next single lookup: the next older chunk than the last one */
     uint64_t num_free, num_writing, num_ready, num_lent, num_orphans, ready_bytes;
     kvt_ahead ahead[KVT_CLASSES];
-    kvt_scout scout[KVT_CLASSES];
+    kvt_scout scout[KVT_CLASSES]; /* its victims */
     int reserving; /* victims will be wanted one after the other */
     struct kvt_slabs *slabs;      /* NULL: all memory is this size class's */
     uint32_t hand[2 * KVT_CLASSES]; /* where the last search for a slab to take here ended */
@@ -59,16 +53,17 @@ static inline void kvt_slab_pushed(struct kvt_slabs *g, kvt_index *x, uint32_t s
 /* A call of the policy. Those known here are called by name, so that the compiler can put their few
  * lines in place; any other one goes through its table. */
 #define KVT_POLICY(x, f, ...)                                                    \
-    ((x)->policy == &kvt_arc   ? kvt_arc_##f(__VA_ARGS__)                        \
-     : (x)->policy == &kvt_lru ? kvt_lru_##f(__VA_ARGS__)                        \
-                               : (x)->policy->f(__VA_ARGS__))
+    ((x)->known == KVT_ARC   ? kvt_arc_##f(__VA_ARGS__)                          \
+     : (x)->known == KVT_LRU ? kvt_lru_##f(__VA_ARGS__)                          \
+                             : (x)->policy->f(__VA_ARGS__))
 
 /* `node` and `rank` are the caller's; `most` is the largest capacity that will come. */
 static inline int kvt_index_open(kvt_index *x, const kvt_table *t, const char *policy,
                                  kvt_node *node, uint64_t *rank, uint64_t most, uint32_t width)
 {
     x->t = *t;
-    x->policy = strcmp(policy, "arc") ? &kvt_lru : &kvt_arc;
+    x->known = strcmp(policy, "arc") ? KVT_LRU : KVT_ARC;
+    x->policy = x->known == KVT_ARC ? &kvt_arc : &kvt_lru;
     x->width = width;
     x->free_head = x->guess = KVT_NIL;
     for (int i = 0; i < 2 * KVT_CLASSES; i++)
@@ -364,12 +359,7 @@ static inline int kvt_detach(kvt_index *x, uint32_t s)
 static inline void kvt_scout_on(kvt_index *x, unsigned cls)
 {
     kvt_scout *c = &x->scout[cls];
-    if (c->at == KVT_NIL || c->lead <= 0) {
-        c->at = x->l.list[kvt_place_list(cls, KVT_MAIN)].tail;
-        c->lead = 0;
-    } else {
-        c->lead--;
-    }
+    kvt_scout_follow(c, x->l.list[kvt_place_list(cls, KVT_MAIN)].tail);
     for (int i = 0; i < 2 && c->lead < 2 * KVT_BLOCK && c->at != KVT_NIL; i++, c->lead++) {
         c->at = x->l.node[c->at].prev;
         if (c->at != KVT_NIL)

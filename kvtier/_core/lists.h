@@ -74,10 +74,10 @@ typedef struct {
 } kvt_list;
 
 typedef struct {
-    kvt_node *node; /* owned by Index */
+    kvt_node *node; /* owned by Room */
     kvt_list list[KVT_NUM_LISTS];
     uint64_t in_class[KVT_CLASSES + 1]; /* slots of each class, parked or not; the rest */
-    uint64_t *rank; /* last one given, by all size classes; owned by Index */
+    uint64_t *rank; /* last one given, by all size classes; owned by Room */
     uint64_t steps; /* list steps so far, for the tests of cost */
 } kvt_lists;
 

@@ -9,6 +9,22 @@
 
 #include "lists.h"
 
+/* How far the memory of a list has been fetched from its oldest end on. A wish and no more: places
+ * move, and where it has come to may be anywhere. */
+typedef struct {
+    uint32_t at;
+    int lead; /* places that go before `at` does, at most */
+} kvt_scout;
+
+/* The oldest one has gone; `tail` is the oldest now. */
+static inline void kvt_scout_follow(kvt_scout *c, uint32_t tail)
+{
+    if (c->at == KVT_NIL || c->lead <= 0)
+        *c = (kvt_scout){tail, 0};
+    else
+        c->lead--;
+}
+
 /* What a policy knows of an absent key between its miss and its insertion. */
 typedef struct {
     uint64_t print; /* the policy's fingerprint of the key */

@@ -33,8 +33,7 @@ typedef struct {
     uint32_t used;     /* ghosts ever used */
     uint32_t head[2], tail[2];
     uint64_t count[2];
-    uint32_t scout[2]; /* ghost whose memory is asked for next, on the way from tail to head */
-    int lead[2];       /* how far it is in front of the tail, at most */
+    kvt_scout scout[2]; /* `at` is the ghost whose memory is asked for next */
     double p;
 } kvt_arc_state;
 
@@ -45,8 +44,7 @@ static void kvt_arc_clear(void *self)
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
     a->used = 0;
     a->count[0] = a->count[1] = 0;
-    a->scout[0] = a->scout[1] = KVT_NIL;
-    a->lead[0] = a->lead[1] = 0;
+    a->scout[0] = a->scout[1] = (kvt_scout){KVT_NIL, 0};
     a->p = 0;
 }
 
@@ -76,7 +74,7 @@ static void *kvt_arc_create(uint64_t slots)
     }
     a->ghost = (kvt_ghost *)(a->t.bucket + a->t.num_buckets);
     a->free = a->head[0] = a->head[1] = a->tail[0] = a->tail[1] = KVT_NIL;
-    a->scout[0] = a->scout[1] = KVT_NIL;
+    a->scout[0] = a->scout[1] = (kvt_scout){KVT_NIL, 0};
     return a;
 }
 
@@ -98,7 +96,7 @@ static void kvt_arc_remove(kvt_arc_state *a, uint32_t g)
     int b = (n->print & KVT_GHOST_LIST) != 0;
     if (n->prev == KVT_NIL) a->head[b] = n->next; else a->ghost[n->prev].next = n->next;
     if (n->next == KVT_NIL) a->tail[b] = n->prev; else a->ghost[n->next].prev = n->prev;
-    if (a->scout[b] == g) a->scout[b] = n->prev;
+    if (a->scout[b].at == g) a->scout[b].at = n->prev;
     a->count[b]--;
     n->next = a->free;
     a->free = g;
@@ -128,18 +126,13 @@ static void kvt_arc_add(kvt_arc_state *a, uint64_t print, int b)
  * that their removal will need, one step after it has asked for the ghost itself. */
 static void kvt_arc_drop_tail(kvt_arc_state *a, int b)
 {
+    kvt_scout *c = &a->scout[b];
     kvt_arc_remove(a, a->tail[b]);
-    if (a->scout[b] == KVT_NIL || a->lead[b] <= 0) {
-        a->scout[b] = a->tail[b];
-        a->lead[b] = 0;
-    } else {
-        a->lead[b]--;
-    }
-    for (int i = 0; i < 2 && a->lead[b] < KVT_SCOUT_LEAD && a->scout[b] != KVT_NIL; i++) {
-        const kvt_ghost *n = &a->ghost[a->scout[b]];
+    kvt_scout_follow(c, a->tail[b]);
+    for (int i = 0; i < 2 && c->lead < KVT_SCOUT_LEAD && c->at != KVT_NIL; i++, c->lead++) {
+        const kvt_ghost *n = &a->ghost[c->at];
         __builtin_prefetch(&a->t.bucket[kvt_home(&a->t, kvt_arc_print(n->print))], 1);
-        a->scout[b] = n->prev;
-        a->lead[b]++;
+        c->at = n->prev;
         if (n->prev != KVT_NIL)
             __builtin_prefetch(&a->ghost[n->prev], 1);
     }

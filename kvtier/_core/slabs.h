@@ -30,10 +30,10 @@ typedef struct {
 } kvt_slab;
 
 typedef struct kvt_slabs {
-    kvt_index *index;        /* of each size class; owned by Index */
-    kvt_slab *slab;          /* owned by Index; NULL with one class */
-    const uint32_t *size_of; /* class of each KV cache group; owned by Index */
-    uint32_t *victim;        /* slots of chunks evicted in one search; owned by Index */
+    kvt_index *index;        /* of each size class; owned by Room */
+    kvt_slab *slab;          /* owned by Room; NULL with one class */
+    const uint32_t *size_of; /* class of each KV cache group; owned by Room */
+    uint32_t *victim;        /* slots of chunks evicted in one search; owned by Room */
     uint64_t num_victims;
     uint32_t slab_slots;
     uint32_t sizes;

@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Sequence
 
 from kvtier._core.index import Index
-from kvtier._core.slots import RECORD_BYTES, SlotTable, table_bytes
+from kvtier._core.slots import READY, RECORD_BYTES, SlotTable, table_bytes
 from kvtier.types import make_key
 
 PAYLOADS = (100, 7)
@@ -43,6 +43,11 @@ def put(index: Index, wanted: Sequence[bytes]) -> list[bytes]:
     evicted = index.reserve(wanted).evicted
     index.commit(wanted)
     return evicted
+
+
+def ready_prefix(index: Index, wanted: Sequence[bytes]) -> int:
+    states = index.states(wanted)
+    return len(states) - len(states.lstrip(bytes([READY])))
 
 
 def assert_quiet(table: SlotTable, index: Index) -> None:

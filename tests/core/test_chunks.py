@@ -34,7 +34,7 @@ class ChunksMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.table, self.index = make_index(CAPACITY, "lru", False)
-        self.chunks = RequestChunks()
+        self.chunks = RequestChunks(self.index)
         self.forget()
         self.finds: list[tuple[list[bytes], npt.NDArray[np.int64]]] = []
 
@@ -70,7 +70,7 @@ class ChunksMachine(RuleBasedStateMachine):
     @rule(names=KEYS)
     def look(self, names: list[bytes]) -> None:
         states = [self.index.lookup(one) for one in names]
-        ready, same = self.index.look(names, self.chunks)
+        ready, same = self.chunks.look(names)
         assert ready == next((i for i, s in enumerate(states) if s != READY), len(names))
         repeated = bool(names) and names == self.batch and self.clean
         unchanged = all(self.seen.get(n) == s for n, s in zip(names, states, strict=True))
@@ -85,7 +85,7 @@ class ChunksMachine(RuleBasedStateMachine):
 
     @rule(names=KEYS)
     def note(self, names: list[bytes]) -> None:
-        self.index.note(names, self.chunks)
+        self.chunks.note(names)
         for one in names:
             state = self.index.lookup(one)
             if self.seen.get(one, 0) != state:
@@ -164,7 +164,7 @@ class ChunksMachine(RuleBasedStateMachine):
             self.status.update((n, GONE) for n in names if self.status[n] == ASKED)
             return
         chosen = data.draw(st.lists(st.integers(0, len(names) - 1)))
-        self.chunks.gone(places, chosen)
+        self.chunks.gone(places, np.array(chosen, np.int64))
         self.status.update((names[i], GONE) for i in chosen)
 
     @precondition(lambda self: self.finds)
@@ -179,12 +179,12 @@ class ChunksMachine(RuleBasedStateMachine):
         if not pin:
             return
         came = {one for one, is_new in zip(names, new, strict=True) if is_new}
-        assert self.index.held(self.chunks, places, slots, generations, new) == len(came)
+        assert self.chunks.held(places, slots, generations, new) == len(came)
         assert not came & self.held
         others = [one for one in names if one not in came]
         can = {one for one in others if self.index.lookup(one) == READY}
         fresh = {one for one in can if one not in self.held}
-        got = self.index.hold(self.chunks, len(names), places[~np.array(new, bool)])
+        got = self.chunks.hold(len(names), places[~np.array(new, bool)])
         assert got == (len(fresh), len(set(others) - can - self.held))
         self.held |= came | fresh
 
@@ -194,7 +194,7 @@ class ChunksMachine(RuleBasedStateMachine):
         wanted = [one for one in self.known if one in self.hits and one not in self.held]
         # What is told of a chunk is what was seen of it: one that has been another since is not it.
         before = {one: self.index.locate(one) for one in wanted}
-        pinned, left = self.index.hold(self.chunks, limit)
+        pinned, left = self.chunks.hold(limit)
         assert pinned + left == len(wanted)
         now = [one for one in wanted if self.pins(one) > (one in self.held)]
         assert len(now) == pinned <= limit
@@ -209,7 +209,7 @@ class ChunksMachine(RuleBasedStateMachine):
     @rule(names=st.none() | KEYS)
     def unhold(self, names: list[bytes] | None) -> None:
         back = self.held if names is None else self.held.intersection(names)
-        assert self.index.unhold(self.chunks, names) == len(back)
+        assert self.chunks.unhold(names) == len(back)
         self.held = self.held - back
 
     @rule()
@@ -234,7 +234,7 @@ class ChunksMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         if not hasattr(self, "chunks"):
             return
-        assert self.chunks.num_held == len(self.held)
+        assert self.chunks.num_held == self.chunks.held_slots == len(self.held)
         assert self.chunks.num_unsent == len(self.unsent)
         assert len(self.chunks) == len(self.known)
         for one in self.known:
@@ -243,7 +243,7 @@ class ChunksMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "chunks"):
-            self.index.unhold(self.chunks)
+            self.chunks.unhold()
             assert self.table.totals()["owner_pins"] == 0
 
 
@@ -253,58 +253,58 @@ TestChunks = ChunksMachine.TestCase
 
 def test_a_key_that_stands_twice_is_asked_for_held_and_given_back_once() -> None:
     table, index = make_index(CAPACITY, "lru", False)
-    chunks = RequestChunks()
+    chunks = RequestChunks(index)
     one, two = keys(0, 1)
     put(index, [one])
     names = [one, one, two, two]
-    assert index.look(names, chunks) == (2, False)
+    assert chunks.look(names) == (2, False)
     assert chunks.pick() == [two]
     chunks.settle(1, 0)
     assert chunks.answer(True) == Lookup.RETRY
     assert chunks.take_unsent()[0] == [two]
-    assert index.hold(chunks, 9) == (1, 0)
+    assert chunks.hold(9) == (1, 0)
     assert table.totals()["owner_pins"] == 1
-    assert index.unhold(chunks, [one, one]) == 1
+    assert chunks.unhold([one, one]) == 1
     assert table.totals()["owner_pins"] == 0
 
 
 def test_a_chunk_that_went_and_came_back_is_not_held_by_its_old_slot() -> None:
     table, index = make_index(CAPACITY, "lru", False)
-    chunks = RequestChunks()
+    chunks = RequestChunks(index)
     names = keys(0, 1, 2)
     put(index, names)
-    assert index.look(names, chunks) == (3, False)
+    assert chunks.look(names) == (3, False)
     chunks.hit_all()
     assert index.drop(names[1:2]) == names[1:2]
     put(index, [key(77), *names[1:2]])
-    assert index.hold(chunks, 9) == (2, 1)
+    assert chunks.hold(9) == (2, 1)
     assert table.totals()["owner_pins"] == 2
-    index.unhold(chunks)
+    chunks.unhold()
 
 
 def test_wrong_places_are_refused() -> None:
     _, index = make_index(CAPACITY, "lru", False)
-    chunks = RequestChunks()
+    chunks = RequestChunks(index)
     names = keys(0, 1)
     put(index, names)
-    index.look(names, chunks)
+    chunks.look(names)
     for places in (np.array([2]), np.array([-1])):
         with pytest.raises(IndexError, match="place"):
             chunks.gone(places)
         with pytest.raises(IndexError, match="place"):
-            index.hold(chunks, 1, places)
+            chunks.hold(1, places)
     with pytest.raises(IndexError, match="position 1 of 1"):
-        chunks.gone(np.array([0]), [1])
+        chunks.gone(np.array([0]), np.array([1]))
     with pytest.raises(TypeError, match="int64"):
         chunks.gone(np.array([0], np.int32))
     with pytest.raises(TypeError, match="bytes"):
         chunks.pick_one("key")  # type: ignore[arg-type]
     slots, generations = index.pin(names[:1])
     places = np.array([0])
-    assert index.held(chunks, places, slots, generations, [True]) == 1
+    assert chunks.held(places, slots, generations, [True]) == 1
     with pytest.raises(InternalError, match="held twice"):
-        index.held(chunks, places, slots, generations, [True])
-    index.unhold(chunks)
+        chunks.held(places, slots, generations, [True])
+    chunks.unhold()
 
 
 def test_a_touch_counts_once_and_by_position() -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvtier._core.index import Index
 from tests.parts import trace_path
 
-from .build import key, keys, make_index, put
+from .build import key, keys, make_index, put, ready_prefix
 
 
 def access(index: Index, number: int) -> list[bytes]:
@@ -233,7 +233,7 @@ def test_prefix_hits_of_a_real_trace(capacity: int, policy: str, published: floa
             wanted: list[int] = json.loads(line)["hash_ids"]
             names = [key(one) for one in wanted]
             blocks += len(wanted)
-            ready = index.lookup_batch(names)[0]
+            ready = ready_prefix(index, names)
             hits += ready
             ready_plain = next((i for i, o in enumerate(wanted) if o not in plain), len(wanted))
             expected += ready_plain

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvtier._core._pure import READY, WRITING, Chunk, PureIndex, PureSizes
+from kvtier._core.chunks import RequestChunks
 from kvtier._core.index import Index
 from kvtier._core.slots import SlotTable
 from kvtier.errors import InternalError
@@ -209,7 +210,7 @@ class SizesMachine(machine(KEY, KEYS)):
         used = index.num_writing + index.num_ready + index.num_lent + index.num_orphans
         assert index.num_free + used == index.capacity
         states = bytes(pure.lookup(one) for one in NAMES)
-        assert index.lookup_batch(NAMES)[1] == states
+        assert index.states(NAMES) == states
         assert bytes(map(index.lookup, NAMES)) == states
 
 
@@ -437,3 +438,26 @@ def test_full_of_all_sizes_little_is_padding(policy: str, sizes: tuple[int, ...]
     )
     assert taken >= 0.95 * 40 * slab
     assert_quiet(table, index)
+
+
+def test_holds_are_counted_in_slots() -> None:
+    _, index = make_sizes()
+    names = [*wide(0), *small(0, 1, 2)]
+    put(index, names)
+    for slots, held, taken in ((3, 0, 0), (4, 1, 4), (7, 1, 4), (8, 2, 5), (9, 3, 6), (None, 4, 7)):
+        chunks = RequestChunks(index)
+        chunks.look(names)
+        chunks.hit_all()
+        assert chunks.hold(9, slots=slots) == (held, 4 - held)
+        assert (chunks.num_held, chunks.held_slots) == (held, taken)
+        assert chunks.unhold(wide(0)) == min(held, 1)
+        assert chunks.held_slots == max(taken - 4, 0)
+        chunks.unhold()
+        assert chunks.held_slots == 0
+    slots, generations = index.lend(1, 0)
+    chunks = RequestChunks(index)
+    chunks.look(wide(1))
+    assert index.adopt(slots, generations, wide(1), pin=True) == [True]
+    assert chunks.held(np.array([0]), slots, generations, [True]) == 1
+    assert chunks.held_slots == 4
+    chunks.unhold()
