@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import ClosedError, ConfigError, InternalError, KVTierError, TierLostError
-from kvtier.types import Geometry, GroupGeometry, Lookup, Outcome, make_geometry, make_key
+from kvtier.types import Geometry, GroupGeometry, Lookup, Outcome, Peer, make_geometry, make_key
 
 if TYPE_CHECKING:
     from kvtier.engine.aio import Cache, open
@@ -30,6 +30,7 @@ __all__ = [
     "Lookup",
     "LookupResult",
     "Outcome",
+    "Peer",
     "SecondaryTierManager",
     "TierLostError",
     "make_geometry",

@@ -69,6 +69,9 @@ def load_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: is not UTF-8 text (byte {exc.start})") from exc
+    except ValueError as exc:
+        # A zero byte, or half of a surrogate pair.
+        raise ConfigError(f"{str(path)!r}: no file can have this name") from exc
     return parse_yaml(text, str(path))
 
 

@@ -10,9 +10,10 @@ written as, until the tier's option struct decodes them (``decode_options``).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import yaml
@@ -47,6 +48,7 @@ __all__ = [
     "MetricsConfig",
     "Secret",
     "TierConfig",
+    "VLLMConfig",
     "decode_options",
     "describe",
     "format_bytes",
@@ -91,7 +93,8 @@ class TierConfig(msgspec.Struct, frozen=True):
     groups: tuple[CountOrZero, ...] | None = None
     """KV cache groups that the tier holds; None is all."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    """What requests' tier filters and events call it; the tier's own value if None."""
+    """What requests' tier filters and events call it. None is vLLM's None: it is not known, every
+    filter lets the tier pass, and events leave it out."""
     enable_kv_events: bool = False
     """Whether vLLM's own event stream tells of this tier. kvtier's stream always does."""
     options: dict[str, Any] = {}
@@ -179,6 +182,18 @@ class Config(msgspec.Struct, frozen=True):
         return self.hold_bytes or max(1, int(self.capacity_bytes * self.max_hold_ratio))
 
 
+class VLLMConfig(Config, frozen=True):
+    """The same with what is vLLM's to decide: which of the chunks that it offers are taken."""
+
+    store_threshold: CountOrZero = 0
+    """Take a chunk into host memory when it has been offered this many times; tiers get what host
+    memory gets."""
+    max_tracker_size: Count = 64_000
+    """Chunks whose offers are counted for it."""
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
 COMMON_KEYS = frozenset(TierConfig.__struct_fields__) - {"options"}
 """Keys that every tier has."""
 
@@ -198,10 +213,11 @@ VLLM_KEYS = frozenset(
 VLLM_WITHOUT_MEANING: Mapping[str, str] = {
     "cache_policy_module_path": "kvtier has eviction policies of its own; set eviction_policy to "
     "lru or arc",
-    "max_tracker_size": "kvtier counts what is offered for twice as many chunks as host memory "
-    "holds",
 }
 """Keys of ``kv_connector_extra_config`` that have nothing to set here, and why."""
+
+VLLM_EXAMPLE_KEY = "custom_param"
+"""Of the tier ``example`` in vLLM's own documentation, where it shows what a key may be called."""
 
 VLLM_NAMES: Mapping[str, str] = {
     "cpu_bytes_to_use": "capacity_bytes",
@@ -210,11 +226,24 @@ VLLM_NAMES: Mapping[str, str] = {
 }
 """vLLM's names of keys that kvtier has too."""
 
-VLLM_FS_NAMES: Mapping[str, str] = {
-    "n_read_threads": "read_threads",
-    "n_write_threads": "write_threads",
+VLLM_TIER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "fs": {"n_read_threads": "read_threads", "n_write_threads": "write_threads"},
+    "obj": {"io_threads": "concurrency"},
 }
-"""The same inside a tier of type ``fs``."""
+"""The same inside a tier, by its type."""
+
+VLLM_TIER_WITHOUT_MEANING: Mapping[str, Mapping[str, str]] = {
+    "p2p": {
+        "backends": "NIXL moves no bytes here; transport says what does",
+        "num_threads": "NIXL moves no bytes here, and the transports need no threads",
+        "unbound_store_timeout_s": "chunks are not parked for a peer, they stay in host memory as "
+        "all others do; prefill_wait_seconds is how long a peer waits",
+    },
+}
+"""Keys inside a tier that have nothing to set here, and why."""
+
+VLLM_HOST, VLLM_PORT = "VLLM_P2P_SIDE_CHANNEL_HOST", "VLLM_P2P_SIDE_CHANNEL_PORT"
+"""Environment variables of vLLM: where a peer tier listens that does not say it."""
 
 
 def load(path: str | Path) -> Config:
@@ -243,12 +272,12 @@ def parse(data: object, *, source: str = "<dict>") -> Config:
     ConfigError
     """
     try:
-        return _parse(data)
+        return _parse(data, Config)
     except ConfigError as exc:
         raise exc if source == "<dict>" else ConfigError(f"{source}: {exc}") from exc
 
 
-def parse_extra_config(extra: Mapping[str, Any]) -> Config:
+def parse_extra_config(extra: Mapping[str, Any]) -> VLLMConfig:
     """Configuration from vLLM's ``kv_connector_extra_config``.
 
     vLLM's own keys are passed over, its names for what kvtier has too keep their meaning, and
@@ -260,7 +289,8 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
     ------
     ConfigError
     """
-    data: dict[str, Any] = _from_file(extra)
+    in_file = _from_file(extra)
+    data = dict(in_file)
     for key, value in extra.items():
         if key in VLLM_KEYS or key == "kvtier_config":
             continue
@@ -273,22 +303,13 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
         data[name] = value
     _without_policy_class(extra, data)
     backpressure = data.pop("backpressure", None)
-    threshold = data.pop("store_threshold", 0)
-    if type(threshold) is not int or threshold < 0:
-        raise ConfigError(
-            f"kv_connector_extra_config: store_threshold: is a count, got {threshold!r:.80}"
-        )
     if isinstance(data.get("tiers"), list | tuple):
         typed = "secondary_tiers" if "secondary_tiers" in extra else "tiers"
-        tiers = _with_threshold(_without_detectors(data["tiers"], backpressure), threshold)
-        data["tiers"] = [_fs_names(tier, f"{typed}[{i}]") for i, tier in enumerate(tiers)]
-    if threshold > 1:
-        logger.warning(
-            "store_threshold holds for the tiers: host memory takes every chunk at once, which no "
-            "request waits for, and evicts first what is not used again"
-        )
+        tiers = _without_detectors(data["tiers"], backpressure)
+        data["tiers"] = [_tier_names(tier, f"{typed}[{i}]") for i, tier in enumerate(tiers)]
     data.setdefault("isolation", "process")
-    literal = list(_literal_secrets(data, ""))
+    logged = {key: value for key, value in data.items() if key not in in_file}
+    literal = list(_literal_secrets(logged, ""))
     if literal:
         logger.warning(
             "secrets stand in kv_connector_extra_config in clear, and vLLM logs it: %s; "
@@ -296,7 +317,7 @@ def parse_extra_config(extra: Mapping[str, Any]) -> Config:
             ", ".join(literal),
         )
     try:
-        return _parse(data)
+        return _parse(data, VLLMConfig)
     except ConfigError as exc:
         # The error names the key that the person typed.
         text = str(exc)
@@ -314,25 +335,80 @@ def _from_file(extra: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(path, str):
         raise ConfigError(f"kv_connector_extra_config: kvtier_config: is a file, got {path!r:.80}")
-    data = load_yaml(Path(path))
+    try:
+        data = load_yaml(Path(path))
+    except ConfigError as exc:
+        raise ConfigError(f"kvtier_config: {exc}") from exc
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path}: the configuration is a mapping of keys to values")
+        raise ConfigError(
+            f"kvtier_config: {path}: the configuration is a mapping of keys to values"
+        )
     return dict(data)
 
 
-def _fs_names(tier: object, path: str) -> object:
-    """A tier of type ``fs`` with kvtier's names for what vLLM's own file tier calls otherwise."""
-    if not isinstance(tier, Mapping) or tier.get("type") != "fs" or tier.get("module_path"):
+def _tier_names(tier: object, path: str) -> object:
+    """A tier of a type that vLLM has too, with kvtier's names for what vLLM's calls otherwise."""
+    if not isinstance(tier, Mapping) or tier.get("module_path"):
         return tier
+    kind = tier.get("type")
+    if not isinstance(kind, str):
+        return tier
+    names = VLLM_TIER_NAMES.get(kind, {})
+    given = dict(tier)
+    if kind == "p2p":
+        _side_channel(given)
+    if kind == "obj":
+        given = _obj_store(given, path)
+    if kind == "example" and given.pop(VLLM_EXAMPLE_KEY, None) is not None:
+        logger.warning("%s.%s is passed over: it does nothing in vLLM", path, VLLM_EXAMPLE_KEY)
+    for key, why in VLLM_TIER_WITHOUT_MEANING.get(kind, {}).items():
+        if given.pop(key, None) is not None:
+            logger.warning("%s.%s is passed over: %s", path, key, why)
     result: dict[str, Any] = {}
-    for key, value in tier.items():
-        name = VLLM_FS_NAMES.get(key, key)
-        if name in result or (name != key and name in tier):
+    for key, value in given.items():
+        name = names.get(key, key)
+        if name in result or (name != key and name in given):
             raise ConfigError(
                 f"kv_connector_extra_config: {path}.{key}: is the same as {name}, which is set "
                 "too; keep one of them"
             )
         result[name] = value
+    return result
+
+
+def _side_channel(tier: dict[str, Any]) -> None:
+    """Where vLLM's environment variables have a peer tier listen, if its keys do not say it."""
+    host, port = os.environ.get(VLLM_HOST), os.environ.get(VLLM_PORT)
+    if host and tier.get("host") is None:
+        tier["host"] = host
+    if port and tier.get("port") is None:
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ConfigError(f"{VLLM_PORT}: {port!r:.80} is no port; export a number up to 65535")
+        tier["port"] = int(port)
+
+
+def _obj_store(tier: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tier of type ``obj`` with the keys of vLLM's ``store_config`` beside the others. An empty
+    text is vLLM's word for a default, and http its default scheme."""
+    nested = tier.pop("store_config", {})
+    if not isinstance(nested, Mapping):
+        raise ConfigError(
+            f"kv_connector_extra_config: {path}.store_config: is a mapping of keys to values, "
+            f"got {type(nested).__name__}"
+        )
+    for key in nested:
+        if key in tier:
+            raise ConfigError(
+                f"kv_connector_extra_config: {path}.store_config.{key}: stands beside store_config "
+                "too; keep one of them"
+            )
+    result = {**tier, **nested}
+    for key in ("access_key", "secret_key", "session_token", "region", "ca_bundle"):
+        if result.get(key) == "":
+            del result[key]
+    endpoint = result.get("endpoint_override")
+    if isinstance(endpoint, str) and "://" not in endpoint:
+        result.setdefault("scheme", "http")
     return result
 
 
@@ -357,15 +433,6 @@ def _without_detectors(tiers: list[Any] | tuple[Any, ...], default: object) -> l
     return kept
 
 
-def _with_threshold(tiers: list[Any], default: int) -> list[Any]:
-    """Tiers with the default of ``store_threshold``; 0 is vLLM's word for none."""
-    if not default:
-        return tiers
-    return [
-        {"store_threshold": default} | tier if isinstance(tier, dict) else tier for tier in tiers
-    ]
-
-
 def _without_policy_class(extra: Mapping[str, Any], data: dict[str, Any]) -> None:
     """The name of a class in ``cache_policy_module_path`` goes with the module; lru stays."""
     if "cache_policy_module_path" in extra and data.get("policy") not in ("lru", "arc"):
@@ -382,17 +449,17 @@ def describe(config: Config) -> str:
     return text
 
 
-def _parse(data: object) -> Config:
+def _parse(data: object, kind: type[ConfigT]) -> ConfigT:
     if not isinstance(data, Mapping):
         raise ConfigError(f"the configuration is a mapping of keys to values, got {data!r:.80}")
-    known = Config.__struct_fields__
+    known = kind.__struct_fields__
     for key in data:
         if key not in known:
             raise unknown_key("", key, known)
     tiers = data.get("tiers", ())
     if not isinstance(tiers, list | tuple):
         raise ConfigError(f"tiers: is a list, each entry with its type, got {tiers!r:.80}")
-    config = decode_options(Config, {key: data[key] for key in data if key != "tiers"}, "")
+    config = decode_options(kind, {key: data[key] for key in data if key != "tiers"}, "")
     return msgspec.structs.replace(config, tiers=_tiers(tiers))
 
 

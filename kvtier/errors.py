@@ -22,5 +22,9 @@ class TierLostError(KVTierError):
     """A tier, a peer or the service broke; the caller goes on without it."""
 
 
+class PeerLostError(TierLostError):
+    """A peer broke, which says nothing about other peers of its tier."""
+
+
 class InternalError(KVTierError):
     """An invariant of kvtier does not hold; always a bug of kvtier."""

@@ -302,10 +302,23 @@ def _losses(capacity_bytes: int) -> Callable[[Geometry], tuple[int, float]]:
 
 
 class TierMatch(msgspec.Struct, frozen=True):
-    """One alternative of a request's tier filter; None matches everything."""
+    """One alternative of a request's tier filter; None matches everything, and a tier whose
+    locality nobody has named matches every locality."""
 
     medium: str | None = None
     locality: str | None = None
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """The instance that a request is to pull from, and what for."""
+
+    address: str
+    """``host:port`` where its peer tier listens."""
+    request: str = ""
+    """What both sides call the request."""
+    wait_seconds: float = 0.0
+    """How long to wait for chunks that it is still to write for the request (a prefill instance);
+    0: only what it has, or is just writing, is of interest."""
 
 
 class RequestContext(msgspec.Struct):
@@ -314,7 +327,9 @@ class RequestContext(msgspec.Struct):
     request_id: str
     load_tiers: tuple[TierMatch, ...] | None = None
     """Tiers this request may load from; None allows all, () only host memory."""
-    peer: str | None = None
-    """``host:port`` of the instance to pull from."""
+    peer: Peer | None = None
+    """The instance to pull from."""
+    serves: str = ""
+    """What a peer calls the request whose chunks this one writes; empty: nobody waits for them."""
     positions: dict[bytes, int] = {}
     """End position in tokens of each key, where the caller knows it."""

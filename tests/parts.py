@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import mmap
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,9 @@ def trace_path() -> Path:
 
 RUST_PACKAGES = ("pydantic-core", "tiktoken", "safetensors", "tokenizers", "rpds-py", "hf-xet")
 """Well-known packages that are built in Rust."""
+
+DEBIAN_PYTHON = "/usr/bin/python3"
+"""The one that Debian's Python packages are for."""
 
 
 def disk_folder() -> Path | None:
@@ -83,6 +87,43 @@ def _loop() -> str | None:
                 return f"{command[0]} of a loop device failed: {done.stderr.strip()}"
         subprocess.run(["umount", disk], timeout=30, check=True)
     return None
+
+
+def _netns() -> str | None:
+    """Whether networks of one's own can be made."""
+    if os.geteuid() != 0:
+        return "needs root to make network namespaces"
+    if shutil.which("ip") is None:
+        return "command ip not found"
+    name = f"kvtier-probe-{os.getpid()}"
+    for words in (
+        f"netns add {name}",
+        f"-n {name} link add one type veth peer name two",
+        f"netns del {name}",
+    ):
+        command = ["ip", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            return f"{shlex.join(command)}: {done.stderr.strip()}"
+    return None
+
+
+def _discipline(*words: str) -> Callable[[], str | None]:
+    """Whether the kernel has a queueing discipline, by its name and what it needs."""
+
+    def probe() -> str | None:
+        reason = _netns()
+        if reason is not None:
+            return reason
+        if shutil.which("tc") is None:
+            return "command tc not found"
+        # In a namespace that ends with the command.
+        command = ["unshare", "-n", "tc", "qdisc", "add", "dev", "lo", "root", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return f"{shlex.join(command)}: {done.stderr.strip()}" if done.returncode else None
+
+    return probe
 
 
 def _direct() -> str | None:
@@ -151,6 +192,25 @@ def _command(name: str) -> Callable[[], str | None]:
     return probe
 
 
+def _swift() -> str | None:
+    """Whether OpenStack Swift can run: it keeps what it knows of an object in attributes."""
+    if shutil.which("memcached") is None:
+        return "command memcached not found"
+    command = [DEBIAN_PYTHON, "-c", "import swift.common.middleware.s3api.s3api"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except OSError as exc:
+        return f"{DEBIAN_PYTHON}: {exc.strerror}"
+    if done.returncode:
+        return f"{DEBIAN_PYTHON}: {done.stderr.strip().rpartition(chr(10))[2]}"
+    with tempfile.NamedTemporaryFile() as file:
+        try:
+            os.setxattr(file.fileno(), "user.kvtier", bytes(1024))
+        except OSError as exc:
+            return f"no attributes of files in {tempfile.gettempdir()}: {exc.strerror}"
+    return None
+
+
 def _trace() -> str | None:
     path = trace_path()
     return None if path.is_file() else f"{path} not found (set KVTIER_TRACES to its folder)"
@@ -192,6 +252,41 @@ def _cuda() -> str | None:
     return None if os.path.exists("/dev/nvidiactl") else "no NVIDIA device"
 
 
+def _ucx() -> str | None:
+    """Whether the binding was built and finds a library; asked in a process of its own."""
+    command = [sys.executable, "-c", "from kvtier._core import ucx; ucx.load()"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    return None if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+
+
+def _peek() -> str | None:
+    """Whether a process may read another one's memory, as containers often do not let it."""
+    from kvtier.host import files  # lazy: as above
+
+    class Range(ctypes.Structure):
+        _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    text = ctypes.create_string_buffer(b"here")
+    code = (
+        "import ctypes; t = ctypes.create_string_buffer(b'here')\n"
+        "print(ctypes.addressof(t), flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        there = Range(int(child.stdout.readline()), 4)
+        here = Range(ctypes.addressof(text), 4)
+        done = files.libc().process_vm_readv(
+            child.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+        )
+        reason = None if done == 4 else os.strerror(ctypes.get_errno())
+        child.stdin.write(b"\n")
+    return reason and f"cannot read another process's memory: {reason}"
+
+
 def _torch_cuda() -> str | None:
     """Whether torch can use a GPU; in a process of its own, since CUDA never leaves one again."""
     if importlib.util.find_spec("torch") is None:
@@ -205,6 +300,9 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "mount": _mount,
     "loop": _loop,
+    "netns": _netns,
+    "tbf": _discipline("tbf", "rate", "1mbit", "burst", "32kb", "latency", "50ms"),
+    "netem": _discipline("netem", "delay", "1ms"),
     "direct": _direct,
     "disk": _disk,
     "cores": _cores,
@@ -214,15 +312,20 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "vllm": _module("vllm"),
     "torch": _module("torch"),
     "fio": _command("fio"),
+    "swift": _swift,
     "registry": _registry,
     "trace": _trace,
     "newer-python": _newer_python,
     "cuda": _cuda,
     "torch-cuda": _torch_cuda,
+    "ucx": _ucx,
+    "peek": _peek,
 }
 """Part to probe: None if it is there, else the reason why not."""
 
-NEVER_REQUIRED = frozenset({"cuda", "torch-cuda", "huge-pages", "trace", "newer-python"})
+NEVER_REQUIRED = frozenset(
+    {"cuda", "torch-cuda", "huge-pages", "trace", "newer-python", "tbf", "netem"}
+)
 """What ``KVTIER_REQUIRE=all`` cannot ask of every machine; naming the part still requires it."""
 
 

@@ -33,6 +33,7 @@ from kvtier.types import (
     Geometry,
     GroupGeometry,
     Lookup,
+    Peer,
     RequestContext,
     key_group,
     make_geometry,
@@ -182,6 +183,7 @@ class Cache:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
+        peer: Peer | None = None,
     ) -> list[memoryview]:
         """Load the longest prefix of `keys` that can be had.
 
@@ -194,6 +196,8 @@ class Cache:
         timeout_seconds : float, optional
             Return what is there by then. By default the configuration's lookup and load timeouts
             decide.
+        peer : Peer, optional
+            The instance whose host memory to look into, where a peer tier is configured.
 
         Returns
         -------
@@ -211,7 +215,7 @@ class Cache:
                 self._view(key, buffer, writable=True)
                 for key, buffer in zip(keys, into, strict=True)
             ]
-        with self._call(request_id) as context:
+        with self._call(request_id, peer) as context:
             ready = await self._await_ready(keys, context, timeout_seconds)
             found = keys[:ready]
             slots, generations = self._engine.pin(found, context)
@@ -230,11 +234,17 @@ class Cache:
                 self._engine.unpin(slots, generations, context)
             return targets[:ready]
 
-    async def exists(self, keys: Iterable[bytes], *, timeout_seconds: float | None = None) -> int:
+    async def exists(
+        self,
+        keys: Iterable[bytes],
+        *,
+        timeout_seconds: float | None = None,
+        peer: Peer | None = None,
+    ) -> int:
         """Length of the prefix of `keys` that can be loaded; brings it into host memory."""
         self._check_open()
         keys = self._checked(keys)
-        with self._call(None) as context:
+        with self._call(None, peer) as context:
             return await self._await_ready(keys, context, timeout_seconds)
 
     async def flush(self, timeout_seconds: float = 30.0) -> bool:
@@ -280,14 +290,16 @@ class Cache:
         return self._engine.registry.render()
 
     @contextlib.contextmanager
-    def _call(self, request_id: str | None) -> Iterator[RequestContext]:
+    def _call(self, request_id: str | None, peer: Peer | None = None) -> Iterator[RequestContext]:
         """A call under way: ``aclose`` waits for its end before it takes the engine away."""
         # Messages to a tier service in a process are UTF-8: one that cannot be written would take
         # those of all other calls in the same step with it.
         if request_id is not None and not (isinstance(request_id, str) and _is_utf8(request_id)):
             raise ConfigError(f"request_id is text, got {request_id!r:.80}")
+        if peer is not None and not isinstance(peer, Peer):
+            raise ConfigError(f"peer is a kvtier.Peer('host:port'), got {peer!r:.80}")
         # A number makes it unique: two calls may name the same request.
-        context = RequestContext(f"{request_id or 'call'}#{next(self._requests)}")
+        context = RequestContext(f"{request_id or 'call'}#{next(self._requests)}", peer=peer)
         self._calls += 1
         self._no_calls.clear()
         try:

@@ -34,6 +34,7 @@ from kvtier.namespace import FORMAT_VERSION, describe_groups, merged, new_epoch,
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
+from kvtier.tiers.base import Takes
 from kvtier.types import Geometry, Lookup, RequestContext
 
 __all__ = ["Engine", "EngineStats", "open_engine"]
@@ -85,15 +86,15 @@ class Engine:
         )
         self.registry = self._outlets.registry
         self.events = self._outlets.events
+        self._tiers = self._outlets.tiers = tier_states(config, self.geometry, self.registry)
         self.cache = HostCache(
             region.records,
             region.table,
             self.geometry,
             policy=config.policy,
-            track_unsaved=bool(config.tiers),
+            track_unsaved=any(tier.takes is not Takes.NONE for tier in self._tiers),
         )
         self._index = self.cache.index
-        self._tiers = self._outlets.tiers = tier_states(config, self.geometry, self.registry)
         self._planner = Planner(
             self._index,
             self.cache.slots,
@@ -104,7 +105,7 @@ class Engine:
             self._outlets.emit,
         )
         if carrier is None:
-            carrier = make_carrier(config, self.namespace, region)
+            carrier = make_carrier(config, self.namespace, region, replica)
         self._supervisor: Supervisor | None = None
         if carrier is not None:
             self._supervisor = Supervisor(
@@ -307,11 +308,23 @@ class Engine:
             self._planner.state.evicted(self._index.keep_free(n, shortage, group))
         return self._index.free_for(group)
 
-    def reserve(self, keys: Sequence[bytes], context: RequestContext) -> Reservation:
-        """Slots for new chunks, in WRITING; see ``Index.reserve``."""
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        context: RequestContext,
+        offered: Sequence[bytes] | None = None,
+    ) -> Reservation:
+        """Slots for new chunks, in WRITING; see ``Index.reserve``.
+
+        Parameters
+        ----------
+        offered : sequence of bytes, optional
+            Where the caller is not to store all that it was offered: all of it, `keys` included.
+            It counts for the ``store_threshold`` of tiers.
+        """
         if not self._polled:
             self.poll()
-        reservation = self._planner.reserve(keys, self._planner.request(context))
+        reservation = self._planner.reserve(keys, self._planner.request(context), offered)
         if not reservation.complete:
             self._recorder.add("kvtier_store_refused_chunks_total", 1)
         return reservation

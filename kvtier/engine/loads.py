@@ -3,8 +3,8 @@
 
 Part of the planner, on the owner's thread. Owns the finds under way, the slots lent to them, the
 line of those that want more, and the holds. Invariants: a lent slot is in exactly one
-``FindRecord.lent``; a held pin in exactly one ``Request.chunks``; held and lent together stay
-within ``hold_limit``.
+``FindRecord.lent``; a held pin in exactly one ``Request.chunks``; what held and lent chunks take
+together, ``taken_slots``, stays within ``hold_limit``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvtier.engine.state import State, TierState
 from kvtier.engine.transfers import FindRecord
 from kvtier.errors import InternalError
 from kvtier.runtime import messages as m
+from kvtier.tiers.base import Takes
 from kvtier.types import key_group
 
 PATIENCE = 3
@@ -50,7 +51,9 @@ class Loads:
         self.held = 0
         """Pins of holds, of all requests."""
         self.lent = 0
-        """Slots with the service, of all finds that are not stale."""
+        """Chunks that the service has slots for, of all finds that are not stale."""
+        self.taken_slots = 0
+        """Slots that held and lent chunks take."""
         self.line: list[FindRecord] = []
         """Finds that want slots, those of older requests first."""
         self.asking: dict[str, Request] = {}
@@ -65,10 +68,9 @@ class Loads:
         self._load_seconds = max((tier.config.load_seconds for tier in state.tiers), default=1.0)
         self._windows = [group.window_chunks for group in state.geometry.groups]
         self._has_windows = any(window is not None for window in self._windows)
-        widths = state.geometry.widths
+        self._widths = widths = state.geometry.widths
         self._widest = max(widths)
-        widest_bytes = self._widest * state.geometry.slot_bytes
-        self._most_held = state.config.max_hold_bytes // widest_bytes
+        self._most_slots = state.config.max_hold_bytes // state.geometry.slot_bytes
         # Whose keys are asked for together: slots are lent for chunks of one width.
         kinds = [(w is not None, width) for w, width in zip(self._windows, widths, strict=True)]
         self._kinds = sorted(set(kinds))
@@ -79,19 +81,24 @@ class Loads:
 
     @property
     def hold_limit(self) -> int:
-        """Chunks that held and lent ones may be together, were they all of the largest size."""
-        return max(1, min(self._most_held, self._index.available // self._widest - 1))
+        """Slots that held and lent chunks may take together: at least one chunk's, and one less
+        than host memory has."""
+        return max(self._widest, min(self._most_slots, self._index.available - self._widest))
 
     def wait(self, request: Request, now: float) -> None:
         """The request waits: its deadline runs from its first wait."""
         if request.wait_until is None:
-            request.load_until = now + self._load_seconds
-            request.wait_until = min(now + self._lookup_seconds, request.load_until)
+            peer = request.context.peer
+            # A prefill under way elsewhere takes as long as it takes.
+            patience = 0.0 if peer is None else peer.wait_seconds
+            request.load_until = now + max(patience, self._load_seconds)
+            request.wait_until = now + max(patience, min(self._lookup_seconds, self._load_seconds))
 
     def progress(self, request: Request, now: float) -> None:
         """The request's answers are under way: its deadline starts anew, up to that of the load."""
         if request.wait_until is not None and now < request.wait_until:
-            request.wait_until = min(now + self._lookup_seconds, request.load_until)
+            until = min(now + self._lookup_seconds, request.load_until)
+            request.wait_until = max(request.wait_until, until)
 
     def expire(self, requests: Iterable[Request], now: float) -> None:
         """Let go of what nobody came back for, and give up finds without an end."""
@@ -169,7 +176,7 @@ class Loads:
 
     def could_hold(self, request: Request) -> bool:
         """Whether there is anything to hold more chunks with."""
-        if self.held + self.lent >= self.hold_limit or self._may_hold <= 0:
+        if self.hold_limit - self.taken_slots < self._widest or self._may_hold <= 0:
             return False
         if self.line and request.finds and self.line[0].request is not request:
             return all(record.request is not request for record in self.line)
@@ -182,10 +189,11 @@ class Loads:
         """
         if not self.could_hold(request):
             return
-        room = min(self.hold_limit - self.held - self.lent, self._may_hold)
-        pinned, left = self._index.hold(request.chunks, room)
+        before = request.chunks.held_slots
+        room = self.hold_limit - self.taken_slots
+        pinned, left = request.chunks.hold(self._may_hold, slots=room)
         self._may_hold -= pinned
-        self._held(pinned, request, now)
+        self._held(pinned, request.chunks.held_slots - before, request, now)
         if not left:
             self.settle(request, now)
 
@@ -198,10 +206,11 @@ class Loads:
         if request.finds or chunks.num_unsent or not chunks.writing:
             request.answer_until = min(now + ANSWER_SECONDS, request.wait_until)
 
-    def _held(self, chunks: int, request: Request, now: float) -> None:
+    def _held(self, chunks: int, slots: int, request: Request, now: float) -> None:
         """So many more have been pinned for the request."""
         if chunks:
             self.held += chunks
+            self.taken_slots += slots
             request.hold_until = now + HOLD_SECONDS
             self._expires_at = min(self._expires_at, request.hold_until)
 
@@ -209,7 +218,9 @@ class Loads:
         """Give holds of a request back: those of `keys`, or all."""
         if request.chunks.num_held:
             request.news()
-            self.held -= self._index.unhold(request.chunks, keys)
+            before = request.chunks.held_slots
+            self.held -= request.chunks.unhold(keys)
+            self.taken_slots -= before - request.chunks.held_slots
 
     def flush(self, now: float) -> None:
         """Lend slots to those in the line, then ask for what is fresh."""
@@ -259,12 +270,9 @@ class Loads:
         self._expires_at = min(self._expires_at, record.deadline)
         request.finds.add(record.job)
         self.asked_at = min(self.asked_at, now)
-        slots: list[int] = []
-        generations: list[int] = []
-        if not self.line:
-            # Slots kept free ahead: loading starts with the presence check. While others wait for
-            # slots it is presence only, or many requests would hold a part each and none a whole.
-            slots, generations = self._lend(record, len(keys))
+        # Slots kept free ahead: loading starts with the presence check. While others wait for
+        # slots it is presence only, or many requests would hold a part each and none a whole.
+        slots, generations = self._lend(record, 0 if self.line else len(keys))
         self._state.out.append(
             m.Find(
                 record.job,
@@ -279,16 +287,15 @@ class Loads:
             )
         )
 
-    def _lend(self, record: FindRecord, n: int) -> tuple[list[int], list[int]]:
-        room = self.hold_limit - self.held - self.lent
-        n = min(n, room)
-        if n <= 0:
-            return [], []
-        lent = self._index.lend(n, record.group)
-        slots, generations = lent[0].tolist(), lent[1].tolist()
-        record.lent.update(zip(slots, generations, strict=True))
-        record.granted += len(slots)
-        self.lent += len(slots)
+    def _lend(self, record: FindRecord, n: int) -> tuple[m.Numbers, m.Words]:
+        width = self._widths[record.group]
+        n = max(0, min(n, (self.hold_limit - self.taken_slots) // width))
+        lent, words = self._index.lend(n, record.group)
+        slots, generations = lent.tobytes(), words.tobytes()
+        record.lent.add(slots, generations)
+        record.granted += len(lent)
+        self.lent += len(lent)
+        self.taken_slots += len(lent) * width
         return slots, generations
 
     def _enter_line(self, record: FindRecord) -> None:
@@ -306,12 +313,13 @@ class Loads:
         for record in self.line:
             self.progress(record.request, now)
         for record in list(self.line):
-            room = self.hold_limit - self.held - self.lent
-            mine = len(record.lent) + record.request.chunks.num_held
+            width = self._widths[record.group]
+            room = (self.hold_limit - self.taken_slots) // width
+            mine = len(record.lent) * width + record.request.chunks.held_slots
             # What others in the line hold does not come back while they wait, perhaps for this one.
             waiting = {one.request for one in self.line if one.request is not record.request}
-            stuck = sum(request.chunks.num_held for request in waiting)
-            others = self.held + self.lent - mine - stuck
+            stuck = sum(request.chunks.held_slots for request in waiting)
+            others = self.taken_slots - mine - stuck
             late = now >= record.wanted_since + self._load_seconds / PATIENCE
             if room < record.wants and others > self.hold_limit // 4 and not late:
                 # It waits for those before it rather than take a part of what it needs; the ones
@@ -325,7 +333,7 @@ class Loads:
                 slots, generations = self._lend(record, n)
                 if slots:
                     self._state.out.append(m.Lend(record.job, slots, generations))
-                record.wants -= len(slots)
+                record.wants -= len(m.numbers(slots))
             if record.wants > 0:
                 # A prompt larger than the bound gets its prefix; the rest is a miss.
                 self._state.out.append(m.NoMoreSlots(record.job))
@@ -333,10 +341,10 @@ class Loads:
             self.line.remove(record)
 
     def _make_room(self, n: int, shortage: int, group: int) -> None:
-        """Evict for loads that are wanted: saved chunks; while no tier takes any, all of them, as a
-        store would. Else a host full of what cannot be saved would serve no tier's chunk again."""
+        """Evict for loads that are wanted: saved chunks; while no tier takes all of them, any, as a
+        store would. Else a host full of what is not saved would serve no tier's chunk again."""
         unsaved: list[bytes] | None = None
-        if not any(tier.writable for tier in self._tiers):
+        if not any(tier.writable and tier.takes is Takes.ALL for tier in self._tiers):
             unsaved = []
         evicted = self._index.keep_free(n, shortage, group, unsaved)
         self._state.evicted(evicted, unsaved or ())
@@ -347,7 +355,7 @@ class Loads:
         if record is None:
             raise InternalError(f"news of job {message.job}, which has ended")
         if record.stale:
-            self._give_back(record, [*message.slots, *message.unused], ended=message.final)
+            self._give_back(record, message.slots + message.unused, ended=message.final)
             return
         request = record.request
         if message.final or message.absent or message.failed:
@@ -363,7 +371,7 @@ class Loads:
         if message.loaded:
             self._adopt(record, message, alive and in_time, now)
         if message.absent or message.failed:
-            request.chunks.gone(record.places, [*message.absent, *message.failed])
+            request.chunks.gone(record.places, m.numbers(message.absent + message.failed))
         if message.final:
             self._leave_line(record)
             request.finds.discard(record.job)
@@ -383,42 +391,39 @@ class Loads:
         """Loaded chunks become READY and are held for the request that waits for them."""
         request = record.request
         chunks = request.chunks
-        keys = [record.keys[i] for i in message.loaded]
-        slots = np.array(message.slots, dtype=np.int64)
-        generations = np.array([record.lent.pop(slot) for slot in message.slots], dtype=np.uint32)
-        self.lent -= len(keys)
-        new = self._index.adopt(
-            slots, generations, keys, np.array(message.crcs, dtype=np.uint32), pin=alive
-        )
-        places = record.places[np.array(message.loaded)]
+        loaded, slots = m.numbers(message.loaded), m.numbers(message.slots)
+        keys = [record.keys[i] for i in loaded.tolist()]
+        generations = record.lent.take(message.slots)
+        self._not_lent(record, len(keys))
+        new = self._index.adopt(slots, generations, keys, m.words(message.crcs), pin=alive)
+        places = record.places[loaded]
         chunks.loaded(places)
         request.sources.update(dict.fromkeys(keys, message.tier))
         if alive:
-            pinned = self._index.held(chunks, places, slots, generations, new)
+            before = chunks.held_slots
+            pinned = chunks.held(places, slots, generations, new)
             if pinned < len(keys):
                 # Where the key had come by another way meanwhile, that slot is held instead.
                 others = places[~np.array(new)]
-                pinned += self._index.hold(chunks, len(others), others)[0]
-            self._held(pinned, request, now)
+                pinned += chunks.hold(len(others), others)[0]
+            self._held(pinned, chunks.held_slots - before, request, now)
         name = self._tiers[message.tier].name
         self._state.recorder.add("kvtier_lookup_chunks_total", len(keys), (name, "hit"))
         self._state.emit("stored", keys, name, "host")
 
-    def _give_back(self, record: FindRecord, slots: Sequence[int], ended: bool = False) -> None:
+    def _not_lent(self, record: FindRecord, n: int) -> None:
+        """So many of the record's chunks are not with the service any more."""
+        self.lent -= n
+        self.taken_slots -= n * self._widths[record.group]
+
+    def _give_back(self, record: FindRecord, slots: m.Numbers, ended: bool = False) -> None:
         if slots:
-            if len(slots) == len(record.lent) and list(record.lent) == slots:
-                # All at once: a prompt that no tier has.
-                lent = list(record.lent.values())
-                record.lent.clear()
-            else:
-                lent = [record.lent.pop(slot) for slot in slots]
-            generations = np.array(lent, dtype=np.uint32)
-            array = np.array(slots, dtype=np.int64)
+            numbers, generations = m.numbers(slots), record.lent.take(slots)
             if record.stale:
-                self._index.release(array, generations)
+                self._index.release(numbers, generations)
             else:
-                self._index.give_back(array, generations)
-                self.lent -= len(slots)
+                self._index.give_back(numbers, generations)
+                self._not_lent(record, len(numbers))
         record.ended = record.ended or ended
         if record.ended and not record.lent:
             del self.finds[record.job]
@@ -439,8 +444,9 @@ class Loads:
             self._enter_line(record)
             return
         if isinstance(message, m.Lend):
-            record.wants += len(message.slots)
-            record.granted -= len(message.slots)
+            slots = len(m.numbers(message.slots))
+            record.wants += slots
+            record.granted -= slots
             self._enter_line(record)
         if isinstance(message, m.Find):
             record.ended = True
@@ -469,7 +475,7 @@ class Loads:
             if not record.stale:
                 record.request.finds.discard(record.job)
                 _give_up(record)
-            self._give_back(record, list(record.lent))
+            self._give_back(record, m.packed(list(record.lent)))
         self.finds.clear()
         self.line.clear()
         self.asked_at = math.inf
@@ -482,7 +488,7 @@ class Loads:
         self.line.clear()
         for record in self.finds.values():
             if not record.stale:
-                self.lent -= len(record.lent)
+                self._not_lent(record, len(record.lent))
                 record.stale = True
 
 

@@ -75,7 +75,6 @@ class Outlets:
         self._geometry = geometry
         self._size_groups = geometry.size_groups
         self._chunk_bytes = geometry.chunk_bytes
-        self._largest_bytes = max(geometry.stride_bytes)
         self._payload_bytes = geometry.payload_bytes
         self._recorder = recorder
         self._http: HttpThread | None = None
@@ -137,7 +136,8 @@ class Outlets:
         if not self.events.active:
             return
         changed = destination if operation == "stored" else source
-        medium, locality = "CPU", "LOCAL"
+        medium: str = "CPU"
+        locality: str | None = "LOCAL"
         for tier in self.tiers:
             if tier.name == changed:
                 medium, locality = tier.medium, tier.locality
@@ -176,7 +176,7 @@ class Outlets:
             recorder.set("kvtier_host_padding_ratio", 1 - index.ready_bytes / taken_bytes)
         loads = planner.loads
         recorder.set("kvtier_held_chunks", loads.held)
-        recorder.set("kvtier_held_bytes", (loads.held + loads.lent) * self._largest_bytes)
+        recorder.set("kvtier_held_bytes", loads.taken_slots * self._geometry.slot_bytes)
         for tier in self.tiers:
             recorder.set("kvtier_inflight_bytes", tier.inflight_bytes, (tier.name, "store"))
             backlog = len(tier.backlog) + tier.handed_over

@@ -21,6 +21,7 @@ from kvtier._core.chunks import ASKED, GONE
 from kvtier._core.index import Index, Reservation
 from kvtier._core.slots import WRITING, SlotTable
 from kvtier.config import Config
+from kvtier.engine.guests import Guests
 from kvtier.engine.loads import Loads
 from kvtier.engine.requests import Request
 from kvtier.engine.state import Emit, State, TierState
@@ -71,6 +72,7 @@ class Planner:
         self.verifier = Verifier(config.verify_host, index, slots, recorder)
         self.loads = Loads(self.state)
         self.stores = Stores(self.state, checksums=self.verifier.active)
+        self.guests = Guests(self.state)
         self.requests: dict[str, Request] = {}
         self.reset_pending = False
         self._index = index
@@ -79,7 +81,7 @@ class Planner:
         # Whether there is anything to say to a service at all.
         self._active = bool(tiers) or self.verifier.active
         self._request_number = 0
-        self._free_ahead = config.promotion_slots
+        self._free_ahead = config.promotion_slots if tiers else 0
         self._size_groups = geometry.size_groups
         self._touched: dict[str, Request] = {}  # requests with hits in this step
         # A reset that the service could not take: without it, it would go on serving what is void.
@@ -112,11 +114,17 @@ class Planner:
         """The record of a request, made on first sight."""
         request = self.requests.get(context.request_id)
         if request is None:
-            tiers = [i for i, t in enumerate(self._tiers) if t.allowed(context.load_tiers)]
+            tiers = [
+                i
+                for i, tier in enumerate(self._tiers)
+                if tier.allowed(context.load_tiers) and tier.serves(context.peer)
+            ]
             self._request_number += 1
             request = self.requests[context.request_id] = Request(
-                context, tiers, self._request_number
+                context, tiers, self._request_number, self._index
             )
+            if context.serves and self._tiers:
+                self.state.out.append(m.Serve(context.serves, ended=False))
         return request
 
     def absent(self, key: bytes, state: int, request: Request, now: float) -> Lookup:
@@ -143,7 +151,7 @@ class Planner:
     def look(self, keys: Sequence[bytes], request: Request, now: float) -> tuple[int, Lookup]:
         """Length of the prefix that is READY in host memory, and the answer for what follows: that
         of the first one that will come, MISS if none will or all after it are there."""
-        ready, same = self._index.look(keys, request.chunks)
+        ready, same = request.chunks.look(keys)
         if same and request.answered and self._same_again(request, now):
             return request.answer
         request.answered = False
@@ -204,9 +212,11 @@ class Planner:
         request.use(keys)
         self.loads.release(request, keys)
 
-    def reserve(self, keys: Sequence[bytes], request: Request) -> Reservation:
+    def reserve(
+        self, keys: Sequence[bytes], request: Request, offered: Sequence[bytes] | None = None
+    ) -> Reservation:
         """Slots for new chunks of a request."""
-        return self.stores.reserve(keys, request)
+        return self.stores.reserve(keys, request, offered)
 
     def commit(self, keys: Sequence[bytes], context: RequestContext) -> list[bytes]:
         """Chunks are in host memory; they go to the tiers at the next flush."""
@@ -221,6 +231,8 @@ class Planner:
         self._count(request)
         self._touched.pop(context.request_id, None)
         self.loads.finish(request)
+        if context.serves and self._tiers:
+            self.state.out.append(m.Serve(context.serves, ended=True))
         if used is None:
             keys, positions = list(chain.from_iterable(request.used)), context.positions
         else:
@@ -238,7 +250,7 @@ class Planner:
 
     def _note_hits(self, request: Request) -> None:
         if request.hits:
-            self._index.note(request.hits, request.chunks)
+            request.chunks.note(request.hits)
             request.hits.clear()
 
     def take(self, message: m.ToOwner, now: float) -> None:
@@ -259,6 +271,8 @@ class Planner:
                 contents.take(message, self.stores.under_way(message.tier))
             case m.Returned():
                 self.loads.returned(message)
+            case m.Left():
+                self.guests.take(message)
             case m.Health():
                 self._health(message.tier, message.readable, message.writable, message.cause)
             case m.Ready():
@@ -315,16 +329,14 @@ class Planner:
         if self._service_takes:
             self.loads.flush(now)
             self.stores.flush(now, not self.requests)
+            self.guests.flush()
             if self.verifier.active:
                 verify = self.verifier.flush(self.state.next_job())
                 if verify is not None:
                     self.state.out.append(verify)
-        if self._tiers and self._free_ahead:
-            for group in self._size_groups:
-                # Of a small memory no more than a little: what is kept free holds nothing.
-                ahead = min(self._free_ahead, self._index.capacity_for(group) // 32)
-                self.state.evicted(self._index.keep_free(ahead, group=group))
-        self._index.reap()
+        evicted = self._index.end_step(self._size_groups, self._free_ahead)
+        if evicted:
+            self.state.evicted(evicted)
 
     def flush_stores(self, now: float) -> None:
         """Cascade what was just committed, and what there is room for by now; everything else
@@ -349,8 +361,10 @@ class Planner:
                     self.verifier.undeliverable(message)
                 case m.NoMoreSlots():
                     self.loads.undeliverable(message)
-                case m.Cancel():
-                    # Its find ends by its deadline all the same.
+                case m.Host() | m.Reclaim():
+                    self.guests.undeliverable(message)
+                case m.Cancel() | m.Serve():
+                    # Its find, or the peer that waits, ends by its deadline all the same.
                     continue
                 case m.Reset():
                     self._unsent_reset = message
@@ -363,6 +377,7 @@ class Planner:
         self._before_silence = []
         self.loads.service_lost()
         self.stores.service_lost()
+        self.guests.service_lost()
         self.verifier.forget()
         for tier in self._tiers:
             tier.readable = tier.writable = False
@@ -395,6 +410,8 @@ class Planner:
         """
         self.loads.reset(self.requests.values())
         self.stores.reset()
+        guests = set(self.guests.lent)
+        self.guests.reset()
         self.verifier.reset()
         for request in self.requests.values():
             request.forget()
@@ -405,7 +422,7 @@ class Planner:
         if self._active:
             self.reset_pending = True
             self._unsent_reset = m.Reset(namespace)
-        lent = {slot for record in self.loads.finds.values() for slot in record.lent}
+        lent = {slot for record in self.loads.finds.values() for slot in record.lent} | guests
         written = [
             i
             for i, slot in enumerate(slots.tolist())
@@ -420,10 +437,19 @@ class Planner:
         if held != loads.held:
             raise InternalError(f"{held} chunks are held, {loads.held} counted")
         lent = sum(len(find.lent) for find in loads.finds.values() if not find.stale)
-        if lent != loads.lent or lent != self._index.num_lent:
+        guests = len(self.guests.lent)
+        if lent != loads.lent or lent + guests != self._index.num_lent:
             raise InternalError(
-                f"{lent} slots are lent, {loads.lent} counted, {self._index.num_lent} indexed"
+                f"{lent} slots are lent for loads, {loads.lent} counted; with {guests} for peers "
+                f"{self._index.num_lent} indexed"
             )
+        taken = sum(request.chunks.held_slots for request in self.requests.values()) + sum(
+            len(find.lent) * self.state.geometry.widths[find.group]
+            for find in loads.finds.values()
+            if not find.stale
+        )
+        if taken != loads.taken_slots:
+            raise InternalError(f"{taken} slots are held or lent, {loads.taken_slots} counted")
         cascades = self.stores.cascades.values()
         for i, tier in enumerate(self._tiers):
             inflight = sum(cascade.length_bytes for cascade in cascades if i in cascade.tiers)
@@ -431,7 +457,7 @@ class Planner:
                 raise InternalError(
                     f"{tier.name}: {inflight} bytes are in flight, {tier.inflight_bytes} counted"
                 )
-            handed = sum(len(one.keys) for one in cascades if i in one.tiers and not one.slots)
+            handed = sum(len(one.keys) for one in cascades if i in one.tiers and one.handed_over)
             if handed != tier.handed_over:
                 raise InternalError(
                     f"{tier.name}: {handed} chunks are handed over, {tier.handed_over} counted"

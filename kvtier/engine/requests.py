@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from kvtier._core.chunks import RequestChunks
+from kvtier._core.index import Index
 from kvtier.types import Lookup, RequestContext
 
 USED_KEYS = 4096
@@ -37,13 +38,15 @@ class Request:
         "window_left",
     )
 
-    def __init__(self, context: RequestContext, tiers: list[int], number: int) -> None:
+    def __init__(
+        self, context: RequestContext, tiers: list[int], number: int, index: Index
+    ) -> None:
         self.context = context
         self.number = number
         """Rises from request to request: the older one is served first."""
         self.tiers = tiers
         """Tiers it may load from, in order."""
-        self.chunks = RequestChunks()
+        self.chunks = RequestChunks(index)
         """What is known of every key that it asked for."""
         self.hits: list[bytes] = []
         """Keys answered HIT one by one since the end of the last step."""

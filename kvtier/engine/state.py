@@ -7,6 +7,7 @@ Invariant: messages in ``out`` are in the order in which they were decided.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from kvtier.engine.requests import Request
 from kvtier.obs.events import Operation
 from kvtier.obs.metrics import Recorder, Registry
 from kvtier.runtime import messages as m
+from kvtier.tiers.base import Takes
 from kvtier.tiers.registry import check_options, tier_class
-from kvtier.types import Geometry, TierMatch
+from kvtier.types import Geometry, Peer, TierMatch
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class TierState:
         "config",
         "contents",
         "handed_over",
+        "hosts",
         "inflight_bytes",
         "locality",
         "medium",
@@ -45,13 +48,29 @@ class TierState:
         "readable",
         "refused",
         "retries",
+        "serves",
+        "takes",
         "writable",
     )
 
     def __init__(
-        self, config: TierConfig, medium: str, locality: str, bound_bytes: int, capacity: int
+        self,
+        config: TierConfig,
+        medium: str,
+        locality: str | None,
+        bound_bytes: int,
+        capacity: int,
+        takes: Takes,
+        hosts: float,
+        serves: Callable[[Peer | None], bool],
     ) -> None:
         self.config = config
+        self.takes = takes
+        """Which chunks are copied there."""
+        self.hosts = hosts
+        """Part of host memory that chunks of others may have there."""
+        self.serves = serves
+        """Whether a request with this peer has anything to ask it."""
         self.name = config.name
         self.medium = medium
         self.locality = locality
@@ -73,6 +92,8 @@ class TierState:
 
     def admits(self, key: bytes, group: int, request: Request | None) -> bool:
         """Whether the tier wants this chunk, of that KV cache group, at all."""
+        if self.takes is not Takes.ALL:
+            return False
         groups = self.config.groups
         if groups is not None and group not in groups:
             return False
@@ -85,7 +106,7 @@ class TierState:
         """Whether a request with this filter may load from it."""
         return matches is None or any(
             (match.medium is None or match.medium == self.medium)
-            and (match.locality is None or match.locality == self.locality)
+            and (match.locality is None or self.locality in (None, match.locality))
             for match in matches
         )
 
@@ -103,7 +124,7 @@ def tier_states(config: Config, geometry: Geometry, registry: Registry) -> list[
     region_bytes = geometry.num_slots * geometry.slot_bytes
     most = region_bytes // (2 * max(1, len(config.tiers)))
     for position, tier_config in enumerate(config.tiers):
-        check_options(tier_config, f"tiers[{position}]")
+        options = check_options(tier_config, f"tiers[{position}]")
         for group in tier_config.groups or ():
             if group >= len(geometry.groups):
                 log.warning(
@@ -123,6 +144,9 @@ def tier_states(config: Config, geometry: Geometry, registry: Registry) -> list[
                 tier_config.locality or kind.locality,
                 min(tier_config.max_inflight_bytes, most),
                 geometry.num_slots,
+                kind.takes(options),
+                kind.hosts(options),
+                functools.partial(kind.serves, options),
             )
         )
     return states
@@ -144,6 +168,7 @@ class State:
     """
 
     __slots__ = (
+        "ahead",
         "config",
         "emit",
         "geometry",
@@ -177,6 +202,8 @@ class State:
         self.out: list[m.ToService] = []
         """Messages for the service, not sent yet."""
         self.job = 0
+        self.ahead = 0
+        """Chunks that were pushed to peers and may be evicted without a loss, at most."""
 
     def next_job(self) -> int:
         """A number that no job has had."""
@@ -188,6 +215,7 @@ class State:
         if not keys:
             return
         self.recorder.add("kvtier_evicted_total", len(keys))
+        self.ahead = max(0, self.ahead - (len(keys) - len(unsaved)))
         if unsaved:
             self.recorder.add("kvtier_evicted_unsaved_total", len(unsaved))
         self.emit("removed", keys, "host", None)

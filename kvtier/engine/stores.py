@@ -8,18 +8,19 @@ it has not answered yet.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from kvtier._core.index import Reservation
 from kvtier._core.slots import READY
+from kvtier.engine.offers import Offers
 from kvtier.engine.requests import Request
 from kvtier.engine.state import State, TierState
 from kvtier.engine.transfers import CascadeRecord
 from kvtier.errors import InternalError
 from kvtier.runtime import messages as m
+from kvtier.tiers.base import Takes
 from kvtier.types import Outcome, key_group
 
 MAX_TRIES = 10
@@ -29,6 +30,8 @@ RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 30.0
 """Pause after the first refusal, doubled with each further one."""
 
+
+_SAVED = bytes((Outcome.DONE, Outcome.EXISTS))
 
 MAX_STORED = 4096
 """Stores that wait for a flush that may cascade them."""
@@ -42,6 +45,13 @@ HAND_OVER_CHUNKS = 1 << 15
 HAND_OVER_PORTION_BYTES = 8 << 20
 """What the service may pin of them at a time, beside what is in flight; at most a quarter of
 that."""
+
+PUSH_AHEAD = 0.125
+"""Part of host memory that is kept free or pushed to peers, while nobody else has the chunks."""
+PUSH_CHUNKS = 256
+"""Pushed in one step, at most."""
+PUSH_PAUSE_SECONDS = 1.0
+"""After peers had no room."""
 
 PORTION_CHUNKS = 64
 """So many of them at a time: where there is room for few, few are looked at."""
@@ -67,7 +77,11 @@ class Stores:
         self._thresholds = any(tier.config.store_threshold > 1 for tier in state.tiers)
         self._by_group = self._tiers_by_group()
         self._least_bytes = min(state.payload_bytes)
-        self._offers: OrderedDict[bytes, int] = OrderedDict()  # bounded by twice the capacity
+        self._pushes = next(
+            (i for i, tier in enumerate(self._tiers) if tier.takes is Takes.PRESSED), None
+        )
+        self._push_at = 0.0
+        self._offers = Offers(2 * state.geometry.num_slots)
         self._stored: list[tuple[list[bytes], Request | None, bool]] = []
 
     def _tiers_by_group(self) -> list[tuple[int, ...]] | None:
@@ -84,24 +98,26 @@ class Stores:
         """Whether there are new chunks that have been offered to no tier yet."""
         return bool(self._stored)
 
-    def reserve(self, keys: Sequence[bytes], request: Request) -> Reservation:
-        """Slots for new chunks of a request."""
+    def reserve(
+        self, keys: Sequence[bytes], request: Request, offered: Sequence[bytes] | None = None
+    ) -> Reservation:
+        """Slots for new chunks of a request, which were `offered` with others that it is not to
+        store yet."""
+        if offered is not None and len(offered) > len(keys):
+            skipped = len(offered) - len(keys)
+            self._state.recorder.add("kvtier_store_skipped_chunks_total", skipped)
         reservation = self._index.reserve(keys)
         self._state.evicted(reservation.evicted, reservation.evicted_unsaved)
         request.use(keys)
         if self._thresholds:
-            self._offer(keys, request)
+            self._offer(keys if offered is None else offered, request)
         return reservation
 
     def _offer(self, keys: Sequence[bytes], request: Request) -> None:
         """Count offers; what is in host memory and has now been offered often enough goes out."""
-        due = []
-        for key in keys:
-            offers = self._offers[key] = self._offers.pop(key, 0) + 1
-            if any(tier.config.store_threshold == offers > 1 for tier in self._tiers):
-                due.append(key)
-        while len(self._offers) > 2 * self._index.capacity:
-            self._offers.popitem(last=False)
+        self._offers.add(keys)
+        thresholds = {tier.config.store_threshold for tier in self._tiers} - {1}
+        due = [key for key in keys if self._offers.count(key) in thresholds]
         due = [key for key in due if self._index.lookup(key) == READY]
         if due:
             self._stored.append((due, request, True))
@@ -116,7 +132,8 @@ class Stores:
             elif self._active:
                 # The service does not answer (a reset is not done): bounded, like all that waits.
                 for tier in self._tiers:
-                    self._put_off(tier, stored)
+                    if tier.takes is Takes.ALL:
+                        self._put_off(tier, stored)
         return stored
 
     def flush(self, now: float, idle: bool) -> None:
@@ -135,6 +152,29 @@ class Stores:
                 self._flush_backlog(i, tier, now)
             if idle and tier.backlog and tier.writable:
                 self._hand_over(i, tier, now)
+        if self._pushes is not None and now >= self._push_at:
+            self._push(self._pushes, now)
+
+    def _push(self, i: int, now: float) -> None:
+        """Send to peers what host memory would drop next, so that it can be had from there.
+
+        So many chunks at a time are kept ahead as are evicted in some steps; with room left, and
+        while another tier takes the chunks, nothing is pushed.
+        """
+        tier = self._tiers[i]
+        if any(one.takes is Takes.ALL and one.writable for one in self._tiers):
+            return
+        spare = self._index.free_for(0) + self._state.ahead
+        spare += tier.inflight_bytes // self._least_bytes
+        wanted = int(PUSH_AHEAD * self._index.available) - spare
+        room = (tier.bound_bytes - tier.inflight_bytes) // max(self._state.payload_bytes)
+        n = min(wanted, room, PUSH_CHUNKS)
+        if n <= 0 or not tier.writable:
+            return
+        keys = self._index.oldest_unsaved(n)
+        if keys:
+            tier.inflight_bytes += self._length_bytes(keys)
+            self._cascade(keys, [i], None, now)
 
     def _choose(
         self, keys: Sequence[bytes], request: Request | None, due: bool, now: float
@@ -150,7 +190,7 @@ class Stores:
             length = self._state.payload_bytes[group]
             chosen = []
             wanted = False
-            offers = self._offers.get(key, 1)
+            offers = self._offers.count(key) or 1
             for i, tier in enumerate(self._tiers):
                 threshold = tier.config.store_threshold
                 if offers < threshold or (due and offers != threshold):
@@ -168,8 +208,9 @@ class Stores:
             if chosen or self._checksums:
                 # Without a tier that takes it: only for its checksum.
                 batches.setdefault(tuple(chosen), []).append(key)
-        # What no tier is to have is no loss when it goes, and need not outlive what is saved.
-        self._index.mark_saved(unwanted)
+        if self._pushes is None:
+            # What no tier is to have is no loss when it goes, and need not outlive what is saved.
+            self._index.mark_saved(unwanted)
         for tiers, batch in batches.items():
             self._cascade(batch, list(tiers), request, now)
 
@@ -188,7 +229,7 @@ class Stores:
 
     def _take_backlog(self, tier: TierState, portion: list[bytes], batch: list[bytes]) -> int:
         """Move what fits to `batch`; how many of `portion` are done with, stale ones included."""
-        _, states = self._index.lookup_batch(portion)
+        states = self._index.states(portion)
         payload_bytes = self._state.payload_bytes
         stale = 0
         done = 0
@@ -211,7 +252,9 @@ class Stores:
     def _hand_over(self, i: int, tier: TierState, now: float) -> None:
         """Have the service store what had been put off, in its own time. No pins go with it: until
         its turn comes a chunk may be evicted like any other."""
-        keys, slots, generations = [], [], []
+        keys: list[bytes] = []
+        slots: list[int] = []
+        generations: list[int] = []
         batch = list(islice(tier.backlog, HAND_OVER_CHUNKS - tier.handed_over))
         for key in batch:
             tier.backlog.popleft()
@@ -226,13 +269,23 @@ class Stores:
         if not keys:
             return
         job = self._state.next_job()
-        self.cascades[job] = CascadeRecord(job, keys, [], [], 0, [i], now)
+        none = m.numbers(b""), m.words(b"")
+        self.cascades[job] = CascadeRecord(job, keys, *none, 0, [i], now)
         tier.handed_over += len(keys)
         tier.contents.add(keys)
         portion_bytes = max(1, min(HAND_OVER_PORTION_BYTES, tier.bound_bytes // 4))
         deadline = now + tier.config.store_seconds
         self._state.out.append(
-            m.Cascade(job, "", keys, slots, generations, [i], deadline, portion_bytes)
+            m.Cascade(
+                job,
+                "",
+                keys,
+                m.packed(slots),
+                m.packed_words(generations),
+                [i],
+                deadline,
+                portion_bytes,
+            )
         )
 
     def _send_all(self, keys: Sequence[bytes], request: Request | None, now: float) -> bool:
@@ -241,7 +294,7 @@ class Stores:
         wanting = self._wanting(keys)
         if wanting is None:
             return False
-        if not wanting:
+        if not wanting and self._pushes is None:
             # No loss when they go, and they need not outlive what is saved.
             self._index.mark_saved(keys)
         length_bytes = self._length_bytes(keys)
@@ -283,6 +336,8 @@ class Stores:
         return sum(payload_bytes[key_group(key)] for key in keys)
 
     def _put_off(self, tier: TierState, keys: Sequence[bytes]) -> None:
+        if tier.takes is Takes.PRESSED:
+            return  # they are chosen anew
         if tier.config.backpressure == "drop":
             self._drop(tier, len(keys), "bound" if tier.writable else "breaker")
             return
@@ -311,6 +366,10 @@ class Stores:
 
     def _refused(self, tier: TierState, key: bytes, now: float) -> None:
         """The tier did not take a chunk; while host memory has it there may be a next time."""
+        if tier.takes is Takes.PRESSED:
+            self._push_at = now + PUSH_PAUSE_SECONDS
+            self._drop(tier, 1, "refused")
+            return
         tries = tier.refused.pop(key, (0, 0.0))[0] + 1
         if tier.config.backpressure == "drop" or tries >= MAX_TRIES:
             self._drop(tier, 1, "refused")
@@ -346,8 +405,8 @@ class Stores:
         record = CascadeRecord(
             self._state.next_job(),
             pinned,
-            slots.tolist(),
-            generations.tolist(),
+            slots,
+            generations,
             length_bytes,
             tiers,
             now,
@@ -361,8 +420,8 @@ class Stores:
                 record.job,
                 request.context.request_id if request is not None else "",
                 pinned,
-                record.slots,
-                record.generations,
+                slots.tobytes(),
+                generations.tobytes(),
                 tiers,
                 now + timeout,
             )
@@ -383,13 +442,13 @@ class Stores:
         tier = self._tiers[message.tier]
         record.tiers.discard(message.tier)
         tier.inflight_bytes -= record.length_bytes
-        if not record.slots:
+        if record.handed_over:
             tier.handed_over -= len(record.keys)
         if not record.stale:
             saved = record.keys
             if len(message.outcomes) != len(saved):
                 raise InternalError(f"{len(message.outcomes)} outcomes for {len(saved)} chunks")
-            if max(message.outcomes) > Outcome.EXISTS or tier.refused:
+            if message.outcomes.strip(_SAVED) or tier.refused:
                 saved = []
                 for key, outcome in zip(record.keys, message.outcomes, strict=True):
                     if outcome <= Outcome.EXISTS:
@@ -402,6 +461,8 @@ class Stores:
                         tier.refused.pop(key, None)
                         self._drop(tier, 1, "bound")
             self._index.mark_saved(saved)
+            if message.tier == self._pushes:
+                self._state.ahead += len(saved)
             self._state.emit("stored", saved, "host", tier.name)
         if not record.tiers:
             del self.cascades[record.job]
@@ -409,11 +470,12 @@ class Stores:
     def undeliverable(self, message: m.Cascade) -> None:
         """The service did not take it: give the pins back, offer the chunks again."""
         record = self.cascades.pop(message.job)
-        for slot, generation in zip(record.slots, record.generations, strict=True):
+        pins = zip(record.slots.tolist(), record.generations.tolist(), strict=True)
+        for slot, generation in pins:
             self._state.slots.unpin_service(slot, generation)
         for i in record.tiers:
             self._tiers[i].inflight_bytes -= record.length_bytes
-            if not record.slots:
+            if record.handed_over:
                 self._tiers[i].handed_over -= len(record.keys)
             self._put_off(self._tiers[i], record.keys)
 

@@ -34,7 +34,7 @@ START_SECONDS = 10.0
 
 RESTART_SECONDS = 0.5
 MAX_RESTART_SECONDS = 30.0
-ALIVE_SECONDS = 0.02
+ALIVE_SECONDS = 0.1
 """So often, at most, the system is asked whether the service lives."""
 STABLE_SECONDS = 300.0
 """A service that lived this long starts again without a longer pause."""
@@ -43,7 +43,9 @@ POLL_WORK = 64
 """Work of one poll, in chunks, if no more than four times as much is waiting."""
 
 
-def make_carrier(config: Config, namespace: dict[str, str], region: Region) -> Carrier | None:
+def make_carrier(
+    config: Config, namespace: dict[str, str], region: Region, replica: int = 0
+) -> Carrier | None:
     """The carrier that the configuration asks for; None if there is nothing for a service to do."""
     if not config.tiers and config.verify_host == "off":
         return None
@@ -52,8 +54,8 @@ def make_carrier(config: Config, namespace: dict[str, str], region: Region) -> C
         # Their classes expect to live beside the scheduler.
         log.info("isolation: thread instead of process, because of %s", ", ".join(adapted))
     elif config.isolation == "process":
-        return ProcessCarrier(config, namespace, region, log.getEffectiveLevel())
-    return ThreadCarrier(config, namespace, lambda: Memory(region))
+        return ProcessCarrier(config, namespace, region, log.getEffectiveLevel(), replica)
+    return ThreadCarrier(config, namespace, lambda: Memory(region), replica=replica)
 
 
 class Supervisor:
@@ -149,7 +151,8 @@ class Supervisor:
             self._revive(now, namespace)
             return
         self._planner.listen(self._receive(), now)
-        self._handle(max(POLL_WORK, self._inbox_work // 4))
+        if self._inbox:
+            self._handle(max(POLL_WORK, self._inbox_work // 4))
         if now >= self._alive_at:
             self._alive_at = now + ALIVE_SECONDS
             if not self.carrier.alive:

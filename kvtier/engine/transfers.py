@@ -8,11 +8,56 @@ reset: they only wait for their slots.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.engine.requests import Request
+from kvtier.runtime import messages as m
 from kvtier.types import key_group
+
+
+class Lent:
+    """Slots with the service, and their generations, both as they travel.
+
+    Most go out at once and come back at once, in the same order, and nobody has to look at them one
+    by one.
+    """
+
+    __slots__ = ("_generations", "_one_by_one", "_slots")
+
+    def __init__(self) -> None:
+        self._slots: m.Numbers = b""
+        self._generations: m.Words = b""
+        self._one_by_one: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(m.numbers(self._slots)) + len(self._one_by_one)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._one_by_one
+        yield from m.numbers(self._slots).tolist()
+
+    def add(self, slots: m.Numbers, generations: m.Words) -> None:
+        """These go to the service."""
+        if self._slots:
+            self._split()
+        self._slots, self._generations = slots, generations
+
+    def take(self, slots: m.Numbers) -> npt.NDArray[np.uint32]:
+        """Generations of slots that have come back. KeyError if one was not there."""
+        if slots == self._slots:
+            generations, self._slots, self._generations = self._generations, b"", b""
+            return m.words(generations)
+        self._split()
+        pop = self._one_by_one.pop
+        return np.array([pop(slot) for slot in m.numbers(slots).tolist()], dtype=np.uint32)
+
+    def _split(self) -> None:
+        slots, generations = m.numbers(self._slots), m.words(self._generations)
+        self._one_by_one.update(zip(slots.tolist(), generations.tolist(), strict=True))
+        self._slots = self._generations = b""
 
 
 class FindRecord:
@@ -53,8 +98,8 @@ class FindRecord:
         """A KV cache group of its keys; they are all of one size class."""
         self.started = started
         self.deadline = deadline
-        self.lent: dict[int, int] = {}
-        """Slots with the service: slot to generation."""
+        self.lent = Lent()
+        """Slots with the service."""
         self.granted = 0
         """Slots lent so far, whatever became of them."""
         self.present = 0
@@ -68,7 +113,7 @@ class FindRecord:
 
 
 class CascadeRecord:
-    """A ``Cascade`` under way; without slots, bytes and pins if it is of chunks handed over."""
+    """A ``Cascade`` under way; without bytes and pins if it is of chunks handed over."""
 
     __slots__ = ("generations", "job", "keys", "length_bytes", "slots", "stale", "started", "tiers")
 
@@ -76,8 +121,8 @@ class CascadeRecord:
         self,
         job: int,
         keys: list[bytes],
-        slots: list[int],
-        generations: list[int],
+        slots: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.uint32],
         length_bytes: int,
         tiers: list[int],
         started: float,
@@ -92,3 +137,8 @@ class CascadeRecord:
         """Tiers that have not ended yet."""
         self.started = started
         self.stale = False
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether it is of chunks put off, which the service pins by itself."""
+        return not len(self.slots)

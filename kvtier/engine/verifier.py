@@ -74,7 +74,7 @@ class Verifier:
             return None
         self._sent.update(pinned)
         self.jobs[job] = (pinned, slots.tolist(), generations.tolist())
-        return m.Verify(job, *self.jobs[job])
+        return m.Verify(job, pinned, slots.tobytes(), generations.tobytes())
 
     def take(self, message: m.Verified) -> tuple[list[Request], list[bytes]]:
         """The service has compared: requests with news, and the keys that were dropped."""

@@ -69,6 +69,9 @@ class MappedFile:
         self.fd = fd
         self.path = path
         self.pid = os.getpid()
+        self.forked = False
+        """Whether this is a forked child's, which does not have the memory. Set by a hook: to ask
+        for the process at each use would be a system call, several in a scheduler step."""
         self.is_creator = is_creator
         self.holders = 0
         self.populator: Populator | None = None
@@ -188,6 +191,7 @@ class MappedFiles:
         self._lock = threading.Lock()
         mappings, self._mappings = self._mappings, {}
         for mapping in mappings.values():
+            mapping.forked = True
             mapping.forget()
 
 

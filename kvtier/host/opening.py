@@ -71,7 +71,14 @@ def _fill(
 ) -> bool:
     if not files.try_lock(fd, exclusive=True) or not files.lock_byte(fd, CREATOR_BYTE):
         raise InternalError("a file without a name was locked by somebody else")
-    os.ftruncate(fd, layout.total_bytes)
+    try:
+        os.ftruncate(fd, layout.total_bytes)
+    except OSError as exc:
+        raise ConfigError(
+            f"no file in {os.path.dirname(path)} may have the {space.describe(layout.total_bytes)} "
+            f"of the region: {exc.strerror}; give less host memory, or raise the limit of file "
+            "sizes (ulimit -f)"
+        ) from exc
     if not files.link(fd, path):
         return False
     first = min(step_bytes, layout.payload_bytes)

@@ -423,14 +423,15 @@ class Region:
         self.close()
 
     def _use(self) -> MappedFile:
-        if self._pid != os.getpid():
+        mapped = self._mapped
+        if mapped is None:
+            raise ClosedError(f"the region {self.path} is closed")
+        if mapped.forked:
             raise ClosedError(
                 f"the region {self.path} was opened before this process was forked; "
                 "a forked child does not have its memory: attach again"
             )
-        if self._mapped is None:
-            raise ClosedError(f"the region {self.path} is closed")
-        return self._mapped
+        return mapped
 
     def _words(self) -> Words:
         words = self._use().words

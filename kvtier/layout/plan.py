@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -209,7 +210,9 @@ class CopyPool:
     """A few threads that carry out copy batches, each batch split among them.
 
     Threads do not inherit the caller's binding to one core: they take every core that the process
-    may use. They are not daemons: ``close`` ends them, and waits for what is on its way.
+    may use. ``close`` ends them, and waits for what is on its way; so does the end of the process
+    where nobody has closed (a model server that gives up while it starts lets go of its workers
+    without a word). They are daemons, because the interpreter waits for others before that.
 
     Parameters
     ----------
@@ -243,20 +246,20 @@ class CopyPool:
             if self._threads:
                 raise ClosedError("a copy pool is opened once")
             self._threads = [
-                threading.Thread(target=self._work, name=f"{self._name}-{i}", daemon=False)
+                threading.Thread(target=self._work, name=f"{self._name}-{i}", daemon=True)
                 for i in range(self._size)
             ]
             for thread in self._threads:
                 thread.start()
             self._open = True
+            self._at_exit = weakref.finalize(self, _end, self._queue, self._threads)
 
     def close(self) -> None:
         """Carry out what was submitted, then end the threads. Idempotent."""
         with self._lock:
             was_open, self._open = self._open, False
         if was_open:
-            for _ in self._threads:
-                self._queue.put(None)
+            self._at_exit()
         for thread in self._threads:
             thread.join()
 
@@ -319,6 +322,14 @@ class CopyPool:
         release_affinity()
         while (work := self._queue.get()) is not None:
             work()
+
+
+def _end(work: queue.Queue[Callable[[], None] | None], threads: Sequence[threading.Thread]) -> None:
+    """Have threads end behind what they still have to do, and wait for it."""
+    for _ in threads:
+        work.put(None)
+    for thread in threads:
+        thread.join()
 
 
 def release_affinity() -> None:

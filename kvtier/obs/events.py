@@ -47,8 +47,8 @@ class Event(msgspec.Struct, array_like=True, gc=False):
     """Tier."""
     destination: str = ""
     """Tier."""
-    locality: str = "LOCAL"
-    """LOCAL or REMOTE."""
+    locality: str | None = None
+    """LOCAL or REMOTE; None where the tier's configuration does not say."""
     medium: str = "STORAGE"
     """CPU or STORAGE."""
     bytes: int = 0

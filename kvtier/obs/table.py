@@ -120,6 +120,11 @@ METRICS: tuple[MetricDef, ...] = (
         "Chunks not taken into host memory, because all slots were pinned or being written.",
     ),
     MetricDef(
+        "kvtier_store_skipped_chunks_total",
+        "counter",
+        "Chunks not taken into host memory, because they had not been offered often enough.",
+    ),
+    MetricDef(
         "kvtier_verified_chunks_total",
         "counter",
         "Chunks of host memory compared with their CRC-32C before a load, by result: ok, corrupt, "
@@ -199,12 +204,7 @@ METRICS: tuple[MetricDef, ...] = (
     MetricDef("kvtier_tier_evicted_total", "counter", "Chunks that a tier evicted.", TIER),
     # Planner
     MetricDef("kvtier_held_chunks", "gauge", "Chunks held for requests that wait for them."),
-    MetricDef(
-        "kvtier_held_bytes",
-        "gauge",
-        "Bytes held for waiting requests or lent to loads, each chunk counted as of the largest "
-        "size class.",
-    ),
+    MetricDef("kvtier_held_bytes", "gauge", "Bytes held for waiting requests or lent to loads."),
     MetricDef(
         "kvtier_hold_refused_total", "counter", "Chunks not promoted because of the hold bound."
     ),

@@ -53,7 +53,7 @@ def main() -> None:
     sock = socket.socket(fileno=fd)
     sock.setblocking(True)
     reader = FrameReader()
-    frames: list[bytes] = []
+    frames: list[memoryview] = []
     while not frames:
         data = sock.recv(1 << 16)
         if not data:
@@ -88,7 +88,7 @@ def _watchdog(sock: socket.socket) -> None:
 
 
 async def _serve(
-    sock: socket.socket, setup: Setup, reader: FrameReader, frames: list[bytes]
+    sock: socket.socket, setup: Setup, reader: FrameReader, frames: list[memoryview]
 ) -> None:
     try:
         region = Region.from_fd(setup.region_fd)
@@ -105,6 +105,7 @@ async def _serve(
             Memory(region),
             protocol.send,
             in_scheduler_process=False,
+            replica=setup.replica,
         )
         protocol.service = service
         # Before the connection: what it reads comes later.
@@ -146,7 +147,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=0)
 
-    def start(self, frames: list[bytes]) -> None:
+    def start(self, frames: list[memoryview]) -> None:
         """Deliver the frames that came with the set-up."""
         for frame in frames:
             self._deliver(frame)
@@ -155,7 +156,7 @@ class _Connection(asyncio.Protocol):
         for frame in self._reader.feed(data):
             self._deliver(frame)
 
-    def _deliver(self, frame: bytes) -> None:
+    def _deliver(self, frame: memoryview) -> None:
         assert self.service is not None
         for message in m.service_decoder.decode(frame):
             self.service.deliver(message)

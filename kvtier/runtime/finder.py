@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.runtime import messages as m
 from kvtier.runtime.lane import Lane
-from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Slot, TierContext
+from kvtier.tiers.tasks import TaskSet
 from kvtier.types import Outcome, Presence
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ NEWS_CHUNKS = 128
 
 PENDING_SECONDS = 0.02
 """Pause before a tier is asked again for chunks that are being written there."""
+
+QUIET_SECONDS = 1.0
+"""The same for a tier that tells when it has news."""
+
+PATIENCE = 0.1
+"""Share of the time for which a request waits for its peer that presence may take: a session is to
+be made, with an instance that is busy."""
 
 UNKNOWN, PRESENT, ABSENT, LOADING, LOADED, FAILED = range(6)
 
@@ -70,7 +77,9 @@ class FindJob:
         self._lanes = lanes
         self._stop = stop
         self._post = post
-        self._presence_seconds = presence_seconds
+        peer = message.peer
+        patience = 0.0 if peer is None else PATIENCE * peer.wait_seconds
+        self._presence_seconds = max(presence_seconds, patience)
         self._clock = clock
         n = len(message.keys)
         self._state = bytearray(n)
@@ -79,11 +88,15 @@ class FindJob:
         self._ask_at = [0.0] * n  # not before then: a tier is just getting the key
         self._told = bytearray(n)  # whether the owner knows that the key wants a slot
         self._slots: deque[tuple[int, int]] = deque()  # lent and free to load into
-        self._lent: set[int] = set()  # every slot that has not gone back yet
+        # Every slot that has not gone back yet, in the order in which they came.
+        self._lent: dict[int, None] = {}
         self._held: dict[int, asyncio.Future[Any]] = {}  # those that a hung call may still touch
         self._add_slots(message.slots, message.generations)
         self._more_slots = True
+        self._absent: list[int] = []  # settled, and not told yet, as are those that failed
+        self._failed: list[int] = []
         self._wake = asyncio.Event()
+        self._heard = False  # since the last question
         self._tasks = TaskSet(f"kvtier-find-{message.job}")
         self._loads: set[asyncio.Task[None]] = set()
 
@@ -95,9 +108,16 @@ class FindJob:
             self._more_slots = False
         self._wake.set()
 
-    def _add_slots(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        self._slots.extend(zip(slots, generations, strict=True))
-        self._lent.update(slots)
+    def _add_slots(self, slots: m.Numbers, generations: m.Words) -> None:
+        numbers = m.numbers(slots).tolist()
+        self._slots.extend(zip(numbers, m.words(generations).tolist(), strict=True))
+        self._lent.update(dict.fromkeys(numbers))
+
+    def _hear(self) -> None:
+        """A tier knows more of keys that it was just getting: they are asked for now."""
+        self._heard = True
+        self._ask_at = [0.0] * len(self._ask_at)
+        self._wake.set()
 
     async def run(self) -> None:
         """Work until every key is loaded, absent or failed, or the deadline has passed."""
@@ -112,7 +132,8 @@ class FindJob:
                 self._settle_absent()
                 self._start_loads()
                 if not self._loads and not self._waiting_for_slots() and self._next_ask() is None:
-                    break
+                    break  # the rest is told with the end
+                self._tell_settled()
                 await self._wait()
         finally:
             await self._end()
@@ -150,21 +171,36 @@ class FindJob:
             request_id=self._message.request_id,
             peer=self._message.peer,
             windowed=self._message.windowed,
+            news=self._hear,
         )
 
     async def _ask(self, position: int) -> None:
         lane = self._lanes[self._message.tiers[position]]
         asked = [i for i in self._to_ask(self._clock()) if self._cursor[i] == position]
-        answer = await lane.exists(
+        self._heard = False
+        question = lane.exists(
             [self._message.keys[i] for i in asked],
             self._context(min(lane.config.load_seconds, self._presence_seconds)),
             self._stop,
         )
+        if self._waiting_for_slots():
+            # What an earlier tier has is loaded when they come, however slow this one is.
+            call = self._tasks.start(question, "ask")
+            while not call.done():
+                self._wake.clear()
+                self._start_loads()
+                await self._first(call, *self._loads)
+            answer = call.result()
+        else:
+            answer = await question
         if isinstance(answer, Outcome):
             for i in asked:
                 self._cursor[i] = position + 1
                 self._outcome[i] = answer
             return
+        pause = QUIET_SECONDS if lane.tier.tells_news else PENDING_SECONDS
+        # News that came before the answer may be in it or not.
+        ask_at = 0.0 if self._heard else self._clock() + pause
         for i, presence in zip(asked, answer, strict=True):
             if presence == Presence.PRESENT:
                 self._state[i] = PRESENT
@@ -172,7 +208,7 @@ class FindJob:
                 self._cursor[i] = position + 1
             else:
                 # The others go on meanwhile, to further tiers too.
-                self._ask_at[i] = self._clock() + PENDING_SECONDS
+                self._ask_at[i] = ask_at
         self._report_present()
 
     def _report_present(self) -> None:
@@ -190,30 +226,27 @@ class FindJob:
     def _settle_absent(self) -> None:
         """All tiers have been asked: what is still unknown is absent, or failed."""
         last = len(self._message.tiers)
-        absent, failed = [], []
         gap = False
         for i, state in enumerate(self._state):
             if state == UNKNOWN and self._cursor[i] >= last:
                 gap = True
                 if self._outcome[i].failed:
                     self._state[i] = FAILED
-                    failed.append(i)
+                    self._failed.append(i)
                 else:
                     self._state[i] = ABSENT
-                    absent.append(i)
+                    self._absent.append(i)
             elif state in (ABSENT, FAILED):
                 gap = True
             elif state == PRESENT and gap and not self._message.windowed:
                 # Behind a gap in the prefix: of no use to this request.
                 self._state[i] = ABSENT
-                absent.append(i)
-        if absent or failed:
-            self._post(
-                self._news(
-                    absent=absent, failed=failed, outcomes=[int(self._outcome[i]) for i in failed]
-                )
-            )
+                self._absent.append(i)
         self._report_present()
+
+    def _tell_settled(self) -> None:
+        if self._absent or self._failed:
+            self._post(self._news())
 
     def _loadable(self) -> list[int]:
         ready = []
@@ -268,12 +301,12 @@ class FindJob:
         good = [
             item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.DONE
         ]
-        verdicts = dict(
-            zip((item.slot for item in good), await self._memory.verify(good), strict=True)
-        )
+        await self._memory.verify(good)
+        right = [item for item in good if item.verified]
+        lane.count_loaded(right, len(good) - len(right))
         loaded, slots, crcs = [], [], []
         for i, item, outcome in zip(positions, items, outcomes, strict=True):
-            if outcome is Outcome.DONE and verdicts[item.slot]:
+            if outcome is Outcome.DONE and item.verified:
                 self._state[i] = LOADED
                 loaded.append(i)
                 slots.append(item.slot)
@@ -282,7 +315,6 @@ class FindJob:
                 continue
             if outcome is Outcome.DONE:
                 outcome = Outcome.CORRUPT
-                lane.count_corrupt(1)
             # Another tier may have it; the slot is free for the next key unless a call hangs on it.
             self._state[i] = UNKNOWN
             self._cursor[i] += 1
@@ -292,7 +324,8 @@ class FindJob:
             else:
                 self._told[i] = False  # it wants another one
         if loaded:
-            self._lent.difference_update(slots)
+            for slot in slots:
+                del self._lent[slot]
             for start in range(0, len(loaded), NEWS_CHUNKS):
                 part = slice(start, start + NEWS_CHUNKS)
                 self._post(
@@ -310,14 +343,13 @@ class FindJob:
     async def _wait(self) -> None:
         """Until a load ends, slots come, the job is stopped or its deadline passes."""
         until = min(self._message.deadline, self._next_ask() or math.inf)
+        await self._first(self._stop, *self._loads, seconds=max(0.0, until - self._clock()))
+
+    async def _first(self, *ends: asyncio.Future[Any], seconds: float | None = None) -> None:
+        """Until one of these is done, or slots come."""
         wake = self._tasks.start(self._wake.wait(), "wake")
-        waits: set[asyncio.Future[Any]] = {wake, self._stop, *self._loads}
         try:
-            await asyncio.wait(
-                waits,
-                timeout=max(0.0, until - self._clock()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await asyncio.wait({wake, *ends}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             wake.cancel()
         self._collect()
@@ -333,27 +365,23 @@ class FindJob:
             self._collect()
         await self._tasks.aclose()
         cause = Outcome.CANCELLED if self._stop.done() else Outcome.TIMEOUT
-        failed, outcomes, absent = [], [], []
         for i, state in enumerate(self._state):
             if state == LOADING:
-                failed.append(i)  # its load raised
-                outcomes.append(int(Outcome.INTERNAL))
+                self._outcome[i] = Outcome.INTERNAL  # its load raised
+                self._failed.append(i)
             elif state == UNKNOWN and self._cursor[i] >= len(self._message.tiers):
-                failed.append(i)
-                outcomes.append(int(self._outcome[i]))
+                self._failed.append(i)
             elif state in (UNKNOWN, PRESENT):
                 if self._over():
-                    failed.append(i)
-                    outcomes.append(int(cause))
+                    self._outcome[i] = cause
+                    self._failed.append(i)
                 else:
-                    absent.append(i)  # present, but there is no room for it
+                    self._absent.append(i)  # present, but there is no room for it
         held = self.held
-        unused = sorted(self._lent.difference(held))
-        self._lent.intersection_update(held)
+        unused = [slot for slot in self._lent if slot not in held]
+        self._lent = {slot: None for slot in self._lent if slot in held}
         self._slots.clear()
-        self._post(
-            self._news(absent=absent, failed=failed, outcomes=outcomes, unused=unused, final=True)
-        )
+        self._post(self._news(unused=unused, final=True))
 
     @property
     def held(self) -> dict[int, asyncio.Future[Any]]:
@@ -362,27 +390,27 @@ class FindJob:
 
     def _news(
         self,
-        absent: Sequence[int] = (),
         present: int = 0,
         loaded: Sequence[int] = (),
         slots: Sequence[int] = (),
         crcs: Sequence[int] = (),
         tier: int = -1,
-        failed: Sequence[int] = (),
-        outcomes: Sequence[int] = (),
         unused: Sequence[int] = (),
         final: bool = False,
     ) -> m.Found:
+        """With what is settled and was not told yet."""
+        absent, failed = self._absent, self._failed
+        self._absent, self._failed = [], []
         return m.Found(
             self._message.job,
-            list(absent),
+            m.packed(absent),
             present,
-            list(loaded),
-            list(slots),
-            list(crcs),
+            m.packed(loaded),
+            m.packed(slots),
+            m.packed_words(crcs),
             tier,
-            list(failed),
-            list(outcomes),
-            list(unused),
+            m.packed(failed),
+            bytes(self._outcome[i] for i in failed),
+            m.packed(unused),
             final,
         )

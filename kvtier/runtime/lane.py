@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvtier.config import Config, TierConfig
-from kvtier.errors import ClosedError, ConfigError, TierLostError
+from kvtier.errors import ClosedError, ConfigError, PeerLostError, TierLostError
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.runtime.breaker import Breaker
 from kvtier.runtime.lister import Lister
-from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Slot, Tier, TierContext
+from kvtier.tiers.tasks import TaskSet
 from kvtier.types import Outcome, Presence
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,18 @@ REOPEN_TIMEOUT_SECONDS = 30.0
 
 CLOSE_GRACE_SECONDS = 1.0
 """How much longer than its deadline a tier may take to close before it is left alone."""
+
+
+def _batches(items: Sequence[Slot]) -> Iterator[Sequence[Slot]]:
+    """Parts of at most `STORE_BATCH_BYTES`, or of one chunk."""
+    start, batch_bytes = 0, 0
+    for end, item in enumerate(items):
+        if end > start and batch_bytes + item.length > STORE_BATCH_BYTES:
+            yield items[start:end]
+            start, batch_bytes = end, 0
+        batch_bytes += item.length
+    if items:
+        yield items[start:]
 
 
 class Lane:
@@ -92,6 +105,8 @@ class Lane:
         self._write = Breaker(config.breaker.failures, config.breaker.open_seconds)
         self._load_failed = False
         """The last of the reads that failed was a load: presence alone proves nothing then."""
+        self._served_at = dict.fromkeys(("exists", "load", "store"), -math.inf)
+        """When a call last ended well."""
         self._lookup_seconds = config.lookup_timeout_seconds
         self._loads = 0
         self._loads_done = asyncio.Event()
@@ -224,7 +239,7 @@ class Lane:
             return refused
         started = self._clock()
         call = await self._call(_awaited(self.tier.exists, keys, ctx), ctx.deadline, stop)
-        outcome = self._judge(call, self._read, stop, started)
+        outcome = self._judge(call, "exists", stop, started)
         self._recorder.observe("kvtier_lookup_seconds", self._clock() - started, (self.tier.name,))
         if outcome is not Outcome.DONE:
             self._count("exists", outcome, len(keys))
@@ -246,7 +261,8 @@ class Lane:
     async def load(
         self, items: Sequence[Slot], ctx: TierContext, stop: asyncio.Future[None]
     ) -> tuple[list[Outcome], asyncio.Future[Any]]:
-        """Outcomes, and a future that is done when nothing touches the slots any more."""
+        """Outcomes, and a future that is done when nothing touches the slots any more. What is done
+        counts with ``count_loaded``."""
         refused = self._refuse(self._read)
         if refused is not None:
             return [refused] * len(items), _done()
@@ -259,51 +275,76 @@ class Lane:
             self._loads -= 1
             if not self._loads:
                 self._loads_done.set()
-        outcomes = self._outcomes(call, items, self._read, "load", started, stop)
+        outcomes = self._outcomes(call, items, "load", started, stop)
         return outcomes, call.settled
 
     async def store(
         self, items: Sequence[Slot], ctx: TierContext, stop: asyncio.Future[None]
     ) -> tuple[list[Outcome], list[asyncio.Future[Any]]]:
-        """Like ``load``; in batches, so that loads of the same tier get in between."""
-        outcomes: list[Outcome] = []
+        """Like ``load``; in batches, so that loads of the same tier get in between, as many at a
+        time as the tier likes."""
+        batches = list(_batches(items))
+        left = iter(enumerate(batches))
+        outcomes: list[list[Outcome]] = [[] for _ in batches]
         settled: list[asyncio.Future[Any]] = []
-        start = 0
-        while start < len(items):
-            stop_at, batch_bytes = start, 0
-            while stop_at < len(items) and (
-                stop_at == start or batch_bytes + items[stop_at].length <= STORE_BATCH_BYTES
-            ):
-                batch_bytes += items[stop_at].length
-                stop_at += 1
-            batch = items[start:stop_at]
-            start = stop_at
-            refused = self._refuse(self._write)
-            if refused is None and (stop.done() or self._clock() >= ctx.deadline):
-                refused = Outcome.CANCELLED if stop.done() else Outcome.TIMEOUT
-                self._write.inconclusive()
-            if refused is not None:
-                self._count("store", refused, len(batch))
-                outcomes += [refused] * len(batch)
-                continue
-            if not self._loads_done.is_set():
-                try:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(STORE_PAUSE_SECONDS):
-                            await self._loads_done.wait()
-                except BaseException:
-                    self._write.inconclusive()
-                    raise
-            self._lister.stored(len(batch))
-            started = self._clock()
-            call = await self._call(_awaited(self.tier.store, batch, ctx), ctx.deadline, stop)
-            if not call.settled.done():
-                self._lister.hangs([item.key for item in batch], call.settled)
-            outcomes += self._outcomes(call, batch, self._write, "store", started, stop)
-            settled.append(call.settled)
-        return outcomes, settled
 
-    def count_corrupt(self, chunks: int) -> None:
+        async def work() -> None:
+            for number, batch in left:
+                outcomes[number] = await self._store(batch, ctx, stop, settled)
+
+        # Behind an open breaker one of them tries, and its end counts for the others.
+        at_once = self.tier.stores_at_once if self._write.closed else 1
+        if at_once == 1 or len(batches) < 2:
+            await work()
+        else:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(at_once, len(batches))):
+                    workers.create_task(work(), name=f"store-{self.tier.name}")
+        return [outcome for batch in outcomes for outcome in batch], settled
+
+    async def _store(
+        self,
+        batch: Sequence[Slot],
+        ctx: TierContext,
+        stop: asyncio.Future[None],
+        settled: list[asyncio.Future[Any]],
+    ) -> list[Outcome]:
+        """Outcomes of one batch; `settled` gets the future of its call."""
+        refused = self._refuse(self._write)
+        if refused is None and (stop.done() or self._clock() >= ctx.deadline):
+            refused = Outcome.CANCELLED if stop.done() else Outcome.TIMEOUT
+            self._write.inconclusive()
+        if refused is not None:
+            self._count("store", refused, len(batch))
+            return [refused] * len(batch)
+        if not self._loads_done.is_set():
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STORE_PAUSE_SECONDS):
+                        await self._loads_done.wait()
+            except BaseException:
+                self._write.inconclusive()
+                raise
+        self._lister.stored(len(batch))
+        started = self._clock()
+        call = await self._call(_awaited(self.tier.store, batch, ctx), ctx.deadline, stop)
+        if not call.settled.done():
+            self._lister.hangs([item.key for item in batch], call.settled)
+        settled.append(call.settled)
+        return self._outcomes(call, batch, "store", started, stop)
+
+    def count_loaded(self, right: Sequence[Slot], wrong: int) -> None:
+        """Chunks that a load has called done, now that their bytes have been compared."""
+        name = self.tier.name
+        if right:
+            self._count("load", Outcome.DONE, len(right))
+            moved_bytes = sum(item.length for item in right)
+            self._recorder.add("kvtier_transfer_bytes_total", moved_bytes, (name, "load"))
+        if wrong:
+            self._count("load", Outcome.CORRUPT, wrong)
+            self._count_corrupt(wrong)
+
+    def _count_corrupt(self, chunks: int) -> None:
         """Loaded chunks whose bytes turned out wrong after the tier had called them good."""
         self._recorder.add("kvtier_corrupt_chunks_total", chunks, (self.tier.name,))
 
@@ -344,30 +385,30 @@ class Lane:
         return Call(task, late=False)
 
     def _judge(
-        self, call: Call[Any], breaker: Breaker, stop: asyncio.Future[None], started: float
+        self, call: Call[Any], operation: str, stop: asyncio.Future[None], started: float
     ) -> Outcome:
         """Outcome of a call as a whole, told to the breaker."""
+        breaker = self._breaker(operation)
         if call.late:
-            if stop.done() and breaker is self._read and self._in_vain(started):
-                self._failed(breaker, "no answer before its request gave up")
-                return Outcome.TIMEOUT
-            if stop.done():
+            gave_up = stop.done()
+            # Others have been served since: it is busy, it does not hang.
+            busy = self._served_at[operation] >= started
+            if busy or (gave_up and not self._in_vain(operation, started)):
                 breaker.inconclusive()
-                return Outcome.CANCELLED
-            self._failed(breaker, "no answer before the deadline")
+                return Outcome.CANCELLED if gave_up else Outcome.TIMEOUT
+            when = "its request gave up" if gave_up else "the deadline"
+            self._failed(operation, f"no answer before {when}")
             return Outcome.TIMEOUT
         if call.error is None:
-            if breaker is self._read and self._load_failed:
-                # A disk whose directories can be read while its files cannot: whether it is well
-                # again only the next load tells.
-                breaker.inconclusive()
-            else:
-                self._succeeded(breaker)
+            self._succeeded(operation)
             return Outcome.DONE
         if isinstance(call.error, asyncio.CancelledError):
             breaker.inconclusive()
             return Outcome.CANCELLED
-        self._failed(breaker, str(call.error) or type(call.error).__name__)
+        if isinstance(call.error, PeerLostError):
+            breaker.inconclusive()  # its other peers may be well
+            return Outcome.LOST
+        self._failed(operation, str(call.error) or type(call.error).__name__)
         if isinstance(call.error, TierLostError | ClosedError | ConnectionError):
             return Outcome.LOST
         if isinstance(call.error, OSError):
@@ -375,26 +416,24 @@ class Lane:
         log.error("tier %s raised", self.tier.name, exc_info=call.error)
         return Outcome.INTERNAL
 
-    def _in_vain(self, started: float) -> bool:
-        """Whether a call that was stopped had all the time for which a lookup waits.
+    def _in_vain(self, operation: str, started: float) -> bool:
+        """Whether a read that was stopped had all the time for which a lookup waits.
 
         Most requests end a call that hangs long before its own deadline.
         """
-        return self._clock() - started >= self._lookup_seconds
+        return operation != "store" and self._clock() - started >= self._lookup_seconds
 
     def _outcomes(
         self,
         call: Call[list[Outcome]],
         items: Sequence[Slot],
-        breaker: Breaker,
         operation: str,
         started: float,
         stop: asyncio.Future[None],
     ) -> list[Outcome]:
         seconds = self._clock() - started
         if call.late or call.error is not None:
-            outcome = self._judge(call, breaker, stop, started)
-            self._load_failed |= operation == "load" and outcome.failed
+            outcome = self._judge(call, operation, stop, started)
             self._count(operation, outcome, len(items))
             return [outcome] * len(items)
         try:
@@ -409,34 +448,33 @@ class Lane:
                 raise ValueError(f"it loaded {len(bad)} chunks without their checksum")
         except (TypeError, ValueError) as exc:
             log.error("tier %s: %s of %d chunks: %s", self.tier.name, operation, len(items), exc)
-            self._load_failed |= operation == "load"
-            self._failed(breaker, "it returned something else than an outcome for each chunk")
+            self._failed(operation, "it returned something else than an outcome for each chunk")
             self._count(operation, Outcome.INTERNAL, len(items))
             return [Outcome.INTERNAL] * len(items)
         moved_bytes = 0
         failure: Outcome | None = None
         succeeded = False
         for item, outcome in zip(items, outcomes, strict=True):
-            self._count(operation, outcome, 1)
-            if outcome is Outcome.DONE:
+            if operation != "load" or outcome is not Outcome.DONE:
+                self._count(operation, outcome, 1)
+            if outcome is Outcome.DONE and operation == "store":
                 moved_bytes += item.length
             elif outcome is Outcome.CORRUPT:
-                self.count_corrupt(1)
+                self._count_corrupt(1)
             if outcome.failed and outcome is not Outcome.CORRUPT:
                 failure = outcome
             elif outcome.ok or outcome is Outcome.MISSING:
                 succeeded = True
         name = self.tier.name
         self._recorder.observe("kvtier_transfer_seconds", seconds, (name, operation))
-        self._recorder.add("kvtier_transfer_bytes_total", moved_bytes, (name, operation))
+        if moved_bytes:
+            self._recorder.add("kvtier_transfer_bytes_total", moved_bytes, (name, operation))
         if succeeded:
-            self._load_failed &= operation != "load"
-            self._succeeded(breaker)
+            self._succeeded(operation)
         elif failure is not None:
-            self._load_failed |= operation == "load"
-            self._failed(breaker, failure.name.lower())
+            self._failed(operation, failure.name.lower())
         else:
-            breaker.inconclusive()
+            self._breaker(operation).inconclusive()
         return outcomes
 
     def _count(self, operation: str, outcome: Outcome, chunks: int) -> None:
@@ -444,12 +482,27 @@ class Lane:
             "kvtier_chunks_total", chunks, (self.tier.name, operation, outcome.name.lower())
         )
 
-    def _succeeded(self, breaker: Breaker) -> None:
+    def _breaker(self, operation: str) -> Breaker:
+        return self._write if operation == "store" else self._read
+
+    def _succeeded(self, operation: str) -> None:
+        breaker = self._breaker(operation)
+        self._served_at[operation] = self._clock()
+        if operation == "load":
+            self._load_failed = False
+            self._served_at["exists"] = self._served_at["load"]
+        elif operation == "exists" and self._load_failed:
+            # A disk whose directories can be read while its files cannot: whether it is well again
+            # only the next load tells.
+            breaker.inconclusive()
+            return
         if breaker.success():
             log.info("tier %s works again", self.tier.name)
             self._tell()
 
-    def _failed(self, breaker: Breaker, cause: str) -> None:
+    def _failed(self, operation: str, cause: str) -> None:
+        breaker = self._breaker(operation)
+        self._load_failed |= operation == "load"
         if not breaker.failure(self._clock(), cause):
             return
         direction = "reads" if breaker is self._read else "writes"

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvtier._core.keyfilter import KeyFilter
 from kvtier.runtime import messages as m
-from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Tier
+from kvtier.tiers.tasks import TaskSet
 
 SPARE_KEYS = 1 << 16
 """Room for keys that are stored after a listing; as much as was listed, if that is more."""

@@ -2,8 +2,9 @@
 """What owner and service say to each other: frozen msgspec structs, never bytes of chunks.
 
 The thread carrier passes the objects, the process carrier their msgpack form; both mean the same.
-Times are absolute on ``CLOCK_MONOTONIC``, which all processes of one host share. Slots travel as
-plain integers; pins and loans travel with the message that names them:
+Times are absolute on ``CLOCK_MONOTONIC``, which all processes of one host share. Numbers that there
+is one of for each chunk travel as the memory of an array: lists of a thousand integers would cost
+the owner more than all it does with them. Pins and loans travel with the message that names them:
 
 - ``Find`` and ``Lend`` hand WRITING slots to the service, every one of which comes back in exactly
   one ``Found`` (loaded, unused or failed) or ``Returned`` (late, after a hung call has ended).
@@ -13,9 +14,41 @@ plain integers; pins and loans travel with the message that names them:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.types import Peer
 
 Bytes = bytes
+
+Numbers = bytes
+"""Slots or positions, as int64 of this host's byte order."""
+
+Words = bytes
+"""Generations or checksums, as uint32 of this host's byte order."""
+
+
+def packed(numbers: Sequence[int]) -> Numbers:
+    """What `numbers` are as a field."""
+    return np.array(numbers, dtype=np.int64).tobytes()
+
+
+def packed_words(words: Sequence[int]) -> Words:
+    """What `words` are as a field."""
+    return np.array(words, dtype=np.uint32).tobytes()
+
+
+def numbers(field: Numbers) -> npt.NDArray[np.int64]:
+    """A field, read only, without a copy."""
+    return np.frombuffer(field, dtype=np.int64)
+
+
+def words(field: Words) -> npt.NDArray[np.uint32]:
+    """A field, read only, without a copy."""
+    return np.frombuffer(field, dtype=np.uint32)
 
 
 class Find(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -27,18 +60,18 @@ class Find(msgspec.Struct, frozen=True, array_like=True, tag=True):
     windowed: bool
     tiers: list[int]
     """Tiers to ask, in order."""
-    slots: list[int]
-    generations: list[int]
+    slots: Numbers
+    generations: Words
     deadline: float
-    peer: str | None = None
+    peer: Peer | None = None
 
 
 class Lend(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """More slots for a ``Find`` under way."""
 
     job: int
-    slots: list[int]
-    generations: list[int]
+    slots: Numbers
+    generations: Words
 
 
 class NoMoreSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -53,8 +86,8 @@ class Cascade(msgspec.Struct, frozen=True, array_like=True, tag=True):
     job: int
     request_id: str
     keys: list[Bytes]
-    slots: list[int]
-    generations: list[int]
+    slots: Numbers
+    generations: Words
     tiers: list[int]
     deadline: float
     portion_bytes: int = 0
@@ -67,8 +100,8 @@ class Verify(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     job: int
     keys: list[Bytes]
-    slots: list[int]
-    generations: list[int]
+    slots: Numbers
+    generations: Words
 
 
 class Verified(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -82,6 +115,28 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nobody waits for this job any more. It still ends with its last message."""
 
     job: int
+
+
+class Serve(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request whose chunks a peer waits for has begun, or has ended."""
+
+    request: str
+    ended: bool
+
+
+class Host(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Slots that a tier may fill with chunks of other instances. Each comes back in a ``Left``."""
+
+    tier: int
+    slots: Numbers
+    generations: Words
+
+
+class Reclaim(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """So many of them are wanted back."""
+
+    tier: int
+    count: int
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -109,20 +164,20 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """News of a ``Find``; positions are indices into its keys."""
 
     job: int
-    absent: list[int]
+    absent: Numbers
     """In no tier that was asked."""
     present: int
     """So many more are in a tier and not loaded yet: each wants a slot, once."""
-    loaded: list[int]
-    slots: list[int]
+    loaded: Numbers
+    slots: Numbers
     """The slot that holds each loaded chunk."""
-    crcs: list[int]
+    crcs: Words
     tier: int
     """Where the loaded chunks came from."""
-    failed: list[int]
-    outcomes: list[int]
-    """Cause of each failure (``Outcome``)."""
-    unused: list[int]
+    failed: Numbers
+    outcomes: Bytes
+    """Cause of each failure (``Outcome``), one byte each."""
+    unused: Numbers
     """Slots that come back."""
     final: bool
 
@@ -154,7 +209,13 @@ class Returned(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Slots of an ended ``Find`` that a hung call had kept."""
 
     job: int
-    slots: list[int]
+    slots: Numbers
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Slots of ``Host`` that come back: nothing touches them any more."""
+
+    slots: Numbers
 
 
 class Health(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -208,7 +269,20 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
-ToService = Find | Verify | Lend | NoMoreSlots | Cascade | Cancel | Reset | Close | Audit
+ToService = (
+    Find
+    | Verify
+    | Lend
+    | NoMoreSlots
+    | Cascade
+    | Cancel
+    | Serve
+    | Host
+    | Reclaim
+    | Reset
+    | Close
+    | Audit
+)
 ToOwner = (
     Ready
     | Found
@@ -216,6 +290,7 @@ ToOwner = (
     | Stored
     | Contents
     | Returned
+    | Left
     | Health
     | Samples
     | Events
@@ -229,10 +304,12 @@ def work_of(message: ToOwner) -> int:
     """What handling an answer costs the owner, in chunks that become READY (about 2 us each)."""
     match message:
         case Found():
-            told = len(message.absent) + len(message.failed)
-            return 6 + len(message.loaded) + (told + len(message.unused)) // 8
+            told = len(message.absent) + len(message.failed) + len(message.unused)
+            return 6 + len(message.loaded) // 8 + told // 64
         case Stored():
             return 6 + len(message.outcomes) // 8
+        case Left():
+            return 6 + len(message.slots) // 64
         case Contents():
             return 6 + len(message.bits) // 10_000
         case Samples() | Events():

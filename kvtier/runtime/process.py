@@ -48,28 +48,38 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
     region_fd: int
     sys_path: list[str]
     log_level: int
+    replica: int
 
 
 class FrameReader:
     """Cuts a byte stream into frames."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """Complete frames, now that `data` has come."""
-        self._buffer += data
+    def feed(self, data: bytes | bytearray | memoryview) -> list[memoryview]:
+        """Complete frames, now that `data` has come; valid as long as that does not change."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < FRAME.size + self._length(self._rest, 0):
+                return []
+            data, self._rest = self._rest, bytearray()
+        view = memoryview(data)
         frames = []
         start = 0
-        while len(self._buffer) - start >= FRAME.size:
-            (length,) = FRAME.unpack_from(self._buffer, start)
-            end = start + FRAME.size + length
-            if end > len(self._buffer):
-                break
-            frames.append(bytes(self._buffer[start + FRAME.size : end]))
+        while (end := start + FRAME.size + self._length(view, start)) <= len(view):
+            frames.append(view[start + FRAME.size : end])
             start = end
-        del self._buffer[:start]
+        self._rest += view[start:]
         return frames
+
+    @staticmethod
+    def _length(data: bytearray | memoryview, start: int) -> int:
+        """Of the frame at `start`, or as long as that is not known more than there is of it."""
+        if len(data) - start < FRAME.size:
+            return len(data)
+        (length,) = FRAME.unpack_from(data, start)
+        return int(length)
 
 
 def child_environment() -> dict[str, str]:
@@ -91,11 +101,19 @@ class ProcessCarrier(Carrier):
     region : Region
         Stays the caller's.
     log_level : int
+    replica : int
+        Number of this instance among equally configured ones on this host.
     """
 
     def __init__(
-        self, config: Config, namespace: dict[str, str], region: Region, log_level: int
+        self,
+        config: Config,
+        namespace: dict[str, str],
+        region: Region,
+        log_level: int,
+        replica: int = 0,
     ) -> None:
+        self._replica = replica
         self._config = config
         self._namespace = namespace
         self._region = region
@@ -169,14 +187,13 @@ class ProcessCarrier(Carrier):
         self._reader = FrameReader()
         self._pending = bytearray()
         # The number that the child knows it by; here it is closed.
-        setup = Setup(self._config, self._namespace, region_fd, sys.path, self._log_level)
-        self._queue(msgspec.msgpack.encode(setup, enc_hook=str))
+        setup = Setup(
+            self._config, self._namespace, region_fd, sys.path, self._log_level, self._replica
+        )
+        data = msgspec.msgpack.encode(setup, enc_hook=str)
+        self._pending += FRAME.pack(len(data)) + data
         self._flush()
         self._watch()
-
-    def _queue(self, data: bytes) -> None:
-        self._pending += FRAME.pack(len(data))
-        self._pending += data
 
     def _flush(self) -> None:
         if self._socket is None:
@@ -195,10 +212,14 @@ class ProcessCarrier(Carrier):
     def send(self, messages: Sequence[m.ToService]) -> bool:
         if self._socket is None:
             return False
-        self._flush()
-        if len(self._pending) > BUFFER_BYTES:
-            return False
-        self._queue(m.encoder.encode(messages))
+        if self._pending:
+            self._flush()
+            if len(self._pending) > BUFFER_BYTES:
+                return False
+        start = len(self._pending)
+        self._pending += FRAME.pack(0)
+        m.encoder.encode_into(messages, self._pending, -1)
+        FRAME.pack_into(self._pending, start, len(self._pending) - start - FRAME.size)
         self._flush()
         return True
 

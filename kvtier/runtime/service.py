@@ -10,11 +10,12 @@ pin goes back only when no call touches the slot any more.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvtier._core.layout import crc32c_address
-from kvtier._core.slots import SlotTable
+from kvtier._core.slots import READY, SlotTable
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
@@ -32,21 +33,34 @@ from kvtier.obs.metrics import METRICS, Recorder
 from kvtier.runtime import messages as m
 from kvtier.runtime.finder import FindJob
 from kvtier.runtime.lane import Lane
-from kvtier.runtime.tasks import TaskSet
 from kvtier.tiers.base import Slot, TierContext, TierEnv
 from kvtier.tiers.registry import make_tier, tier_class
-from kvtier.types import Geometry, Outcome, key_group
+from kvtier.tiers.tasks import TaskSet
+from kvtier.types import Geometry, Outcome, Presence, key_group
 
 log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 5.0
 """The tiers' self-tests have this long before the service starts without them."""
 
+ORPHAN_SECONDS = 1.0
+"""For the tiers to close when nobody says how long they may take."""
+
 SAMPLES_SECONDS = 0.5
 
 MAX_EVENTS = 10_000
 """Of the tiers' own events, so many may wait for an owner that does not read; a sleeping scheduler
 does not read for hours."""
+
+
+Chunk = tuple[bytes, int, int]
+"""Key, slot and generation."""
+
+
+def _chunks(message: m.Cascade | m.Verify) -> Iterator[Chunk]:
+    """The chunks that a message is of."""
+    slots, generations = m.numbers(message.slots), m.words(message.generations)
+    return zip(message.keys, slots.tolist(), generations.tolist(), strict=True)
 
 
 class Memory:
@@ -63,8 +77,13 @@ class Memory:
         self.geometry: Geometry = region.geometry
         self.slots = SlotTable(region.records, region.table, self.geometry.num_slots)
         self.payload = region.payload
-        self._base_address = region.base_address
+        self.address = region.base_address
+        self.length_bytes = self.geometry.num_slots * self.geometry.slot_bytes
         self._payload_bytes = self.geometry.payload_bytes
+        self.give_back: Callable[[Sequence[int]], None] = lambda slots: None
+        """Takes slots that were lent for chunks of others; the service sets it."""
+        self.pins = 0
+        """Held in the slots' words by the service."""
         # Checksums run beside the loop, with the GIL released; two threads outrun any tier.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvtier-crc")
 
@@ -82,9 +101,30 @@ class Memory:
             generation,
             length,
             self.payload[start : start + length],
-            self._base_address + start,
+            self.address + start,
             crc,
         )
+
+    def presence(self, key: bytes) -> Presence:
+        """PRESENT where it is READY, PENDING while it is being written."""
+        slot = self.slots.find(key)
+        if slot < 0:
+            return Presence.ABSENT
+        return Presence.PRESENT if self.slots.state(slot) == READY else Presence.PENDING
+
+    def pin(self, key: bytes) -> Slot | None:
+        """The chunk, pinned, if it is READY."""
+        found = self.slots.find_and_pin_service(key)
+        if found is None:
+            return None
+        self.pins += 1
+        return self.slot(key, *found)
+
+    def unpin(self, items: Sequence[Slot]) -> None:
+        """Give one pin of each back."""
+        for item in items:
+            self.slots.unpin_service(item.slot, item.generation)
+            self.pins -= 1
 
     async def take_crcs(self, items: Sequence[Slot]) -> None:
         """Give each item its CRC, from the slot record or from the bytes."""
@@ -143,6 +183,8 @@ class TierService:
         Hands messages to the owner; never blocks.
     in_scheduler_process : bool
         Whether adapted tiers may run here.
+    replica : int
+        Number of this instance among equally configured ones on this host.
     """
 
     def __init__(
@@ -152,13 +194,16 @@ class TierService:
         memory: Memory,
         send: Callable[[list[m.ToOwner]], None],
         in_scheduler_process: bool,
+        replica: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._namespace = namespace
         self._memory = memory
+        memory.give_back = lambda slots: self._post(m.Left(m.packed(slots)))
         self._send = send
         self._in_scheduler_process = in_scheduler_process
+        self._replica = replica
         self._clock = clock
         definitions = list(METRICS)
         for tier in config.tiers:
@@ -168,7 +213,6 @@ class TierService:
         self._lanes: list[Lane] = []
         self._left: list[Lane] = []  # closed, but a call into their tier hangs
         self._jobs: dict[int, Job] = {}
-        self._pins = 0  # held in the slots' words
         self._inbox: asyncio.Queue[m.ToService | None] = asyncio.Queue()
         self._out: list[m.ToOwner] = []
         self._flush_scheduled = False
@@ -185,7 +229,7 @@ class TierService:
     async def run(self) -> None:
         """Open the tiers, work until ``Close`` or the owner's end, close the tiers."""
         error = ""
-        deadline = self._clock() + 1.0
+        deadline = None
         try:
             await self._open()
             self._tasks.start(self._send_samples(), "samples")
@@ -200,6 +244,8 @@ class TierService:
                 await self._handle(message)
         finally:
             try:
+                if deadline is None:  # the owner is gone, or something failed here
+                    deadline = self._clock() + ORPHAN_SECONDS
                 error = await self._close(deadline)
             finally:
                 self._memory.close()
@@ -215,6 +261,8 @@ class TierService:
             recorder=self._recorder,
             emit=self._emit,
             clock=self._clock,
+            host=self._memory,
+            replica=self._replica,
             region_view=self._memory.payload.cast("B").cast(
                 "B", (self._memory.geometry.num_slots, self._memory.geometry.slot_bytes)
             )
@@ -265,6 +313,11 @@ class TierService:
                 # While the others opened it may have been tried again, and be up.
                 causes.append("" if lane.is_open else result)
                 fatal.append(False)
+        if not self._in_scheduler_process:
+            # What stays for good is not gone through again: with an S3 client that holds up the
+            # loop for a tenth of a second, every now and then.
+            gc.collect()
+            gc.freeze()
         self._post(m.Ready(causes, fatal, os.getpid()))
         for lane in self._lanes:
             lane.tell_contents()
@@ -328,7 +381,7 @@ class TierService:
             case m.Cascade():
                 job = self._start_job(message.job)
                 if not message.portion_bytes:
-                    self._pins += len(message.slots)
+                    self._memory.pins += len(message.keys)
                 cascade = self._store_backlog if message.portion_bytes else self._cascade
                 job.task = self._tasks.start(
                     self._run_job(message.job, cascade(message, job.stop)),
@@ -336,7 +389,7 @@ class TierService:
                 )
             case m.Verify():
                 job = self._start_job(message.job)
-                self._pins += len(message.slots)
+                self._memory.pins += len(message.keys)
                 job.task = self._tasks.start(
                     self._run_job(message.job, self._verify(message)), f"verify-{message.job}"
                 )
@@ -351,6 +404,16 @@ class TierService:
                 found = self._jobs.get(message.job)
                 if found is not None and not found.stop.done():
                     found.stop.set_result(None)
+            case m.Serve():
+                for lane in self._lanes:
+                    lane.tier.serve(message.request, message.ended)
+            case m.Host():
+                slots, generations = m.numbers(message.slots), m.words(message.generations)
+                self._lanes[message.tier].tier.host(
+                    list(zip(slots.tolist(), generations.tolist(), strict=True))
+                )
+            case m.Reclaim():
+                self._lanes[message.tier].tier.reclaim(message.count)
             case m.Reset():
                 await self._stop_jobs()
                 if message.namespace != self._namespace:
@@ -368,7 +431,7 @@ class TierService:
                         threads=threading.active_count(),
                         fds=len(os.listdir("/proc/self/fd")),
                         jobs=len(self._jobs),
-                        pins=self._pins,
+                        pins=self._memory.pins,
                     )
                 )
             case _:
@@ -391,9 +454,7 @@ class TierService:
         """Compare chunks of host memory with their checksums."""
         items = [
             self._memory.slot(key, slot, generation, self._memory.slots.crc(slot))
-            for key, slot, generation in zip(
-                message.keys, message.slots, message.generations, strict=True
-            )
+            for key, slot, generation in _chunks(message)
         ]
         known = [item for item in items if item.crc is not None]
         bad: list[int] = []
@@ -401,17 +462,14 @@ class TierService:
             await self._memory.verify(known)
             bad = [i for i, item in enumerate(items) if item.crc is not None and not item.verified]
         finally:
-            self._unpin(items)
+            self._memory.unpin(items)
             self._post(m.Verified(message.job, bad))
 
     async def _cascade(self, message: m.Cascade, stop: asyncio.Future[None]) -> None:
         """Copy chunks to all tiers at once; the pins go back when the last call has settled."""
         slots = self._memory.slots
         items = [
-            self._memory.slot(key, slot, generation)
-            for key, slot, generation in zip(
-                message.keys, message.slots, message.generations, strict=True
-            )
+            self._memory.slot(key, slot, generation) for key, slot, generation in _chunks(message)
         ]
         settled: list[asyncio.Future[Any]] = []
         left = set(message.tiers)
@@ -463,6 +521,7 @@ class TierService:
         lane, length = self._lanes[tier], self._memory.length
         outcomes: list[Outcome] = []
         try:
+            chunks = list(_chunks(message))
             async with lane.backlog:
                 while len(outcomes) < len(message.keys) and not stop.done() and not self._draining:
                     start = end = len(outcomes)
@@ -473,23 +532,22 @@ class TierService:
                     ):
                         portion_bytes += length(message.keys[end])
                         end += 1
-                    outcomes += await self._store_portion(message, start, end, stop)
+                    outcomes += await self._store_portion(message, chunks[start:end], stop)
                     await asyncio.sleep(0)  # a portion that is gone has not waited for anything
         finally:
             outcomes += [Outcome.CANCELLED] * (len(message.keys) - len(outcomes))
             self._post(m.Stored(message.job, tier, bytes(outcomes), final=True))
 
     async def _store_portion(
-        self, message: m.Cascade, start: int, end: int, stop: asyncio.Future[None]
+        self, message: m.Cascade, chunks: Sequence[Chunk], stop: asyncio.Future[None]
     ) -> list[Outcome]:
         lane, slots = self._lanes[message.tiers[0]], self._memory.slots
-        outcomes = [Outcome.MISSING] * (end - start)
+        outcomes = [Outcome.MISSING] * len(chunks)
         pinned: dict[int, Slot] = {}
-        for i in range(start, end):
-            key, slot, generation = message.keys[i], message.slots[i], message.generations[i]
+        for i, (key, slot, generation) in enumerate(chunks):
             if slots.pin_service(slot, generation, key):
-                self._pins += 1
-                pinned[i - start] = self._memory.slot(key, slot, generation)
+                self._memory.pins += 1
+                pinned[i] = self._memory.slot(key, slot, generation)
         items = list(pinned.values())
         settled: list[asyncio.Future[Any]] = []
         try:
@@ -506,7 +564,7 @@ class TierService:
 
     async def _return_later(self, number: int, held: dict[int, asyncio.Future[Any]]) -> None:
         await asyncio.wait(set(held.values()))
-        self._post(m.Returned(number, sorted(held)))
+        self._post(m.Returned(number, m.packed(sorted(held))))
 
     def _unpin_settled(
         self, number: int, items: Sequence[Slot], settled: Sequence[asyncio.Future[Any]]
@@ -516,16 +574,11 @@ class TierService:
         if pending:
             self._tasks.start(self._unpin_later(items, pending), f"late-{number}")
         else:
-            self._unpin(items)
+            self._memory.unpin(items)
 
     async def _unpin_later(self, items: Sequence[Slot], pending: set[asyncio.Future[Any]]) -> None:
         await asyncio.wait(pending)
-        self._unpin(items)
-
-    def _unpin(self, items: Sequence[Slot]) -> None:
-        for item in items:
-            self._memory.slots.unpin_service(item.slot, item.generation)
-            self._pins -= 1
+        self._memory.unpin(items)
 
     def _health(self, tier: int, readable: bool, writable: bool, cause: str) -> None:
         self._post(m.Health(tier, readable, writable, cause))

@@ -36,6 +36,8 @@ class ThreadCarrier(Carrier):
         Makes the service's view of the region; called on its thread.
     new_loop : callable
         Event loop factory, uvloop unless told otherwise.
+    replica : int
+        Number of this instance among equally configured ones on this host.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class ThreadCarrier(Carrier):
         namespace: dict[str, str],
         memory: Callable[[], Memory],
         new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+        *,
+        replica: int = 0,
     ) -> None:
+        self._replica = replica
         self._config = config
         self._namespace = namespace
         self._memory = memory
@@ -96,7 +101,12 @@ class ThreadCarrier(Carrier):
 
     async def _serve(self) -> None:
         service = TierService(
-            self._config, self._namespace, self._memory(), self._deliver, in_scheduler_process=True
+            self._config,
+            self._namespace,
+            self._memory(),
+            self._deliver,
+            in_scheduler_process=True,
+            replica=self._replica,
         )
         service.owner_has_read = lambda: not self._outbox
         self._service = service

@@ -124,7 +124,7 @@ def check_class(kind: type[Any], config: TierConfig, path: str) -> None:
     if _overrides_parent_call(kind):
         raise ConfigError(
             f"tier {config.name}: {kind.__name__} serves requests of other hosts through vLLM's "
-            f"ParentManager, which kvtier does not have; use kvtier's own p2p tier"
+            f"ParentManager, which kvtier does not have"
         )
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
@@ -353,7 +353,10 @@ class AdaptedTier(Tier):
         return {key: PRESENCE[answer] for key, answer in answers.items()}
 
     def _begin(self, context: Any) -> None:
-        self._optional("on_new_request", context)
+        wanted = self._optional("on_new_request", context)
+        # By name, as for lookups.
+        if getattr(getattr(wanted, "policy", None), "name", "") == "REQUEST_LEVEL":
+            self._complain("on_new_request", "asks for whole requests, and gets their new chunks")
 
     def _ask(self, names: Sequence[bytes], context: Any, windowed: bool) -> list[str]:
         said: list[str] = []
@@ -377,10 +380,9 @@ class AdaptedTier(Tier):
         kind = SimpleNamespace if vllm is None else vllm.ScheduleEndContext
         self._optional("on_schedule_end", kind(new_req_ids=(), preempted_req_ids=()))
 
-    def _optional(self, method: str, *args: Any) -> None:
+    def _optional(self, method: str, *args: Any) -> Any:
         function = getattr(self._manager, method, None)
-        if function is not None:
-            function(*args)
+        return function(*args) if function is not None else None
 
     async def store(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
         self._check_open()

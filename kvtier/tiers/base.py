@@ -7,17 +7,18 @@ Everything here runs on the service's loop, never on the scheduler's thread.
 from __future__ import annotations
 
 import abc
+import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 
-from kvtier.types import Geometry, Outcome, Presence, key_group
+from kvtier.obs.events import Event, Operation
+from kvtier.types import Geometry, Outcome, Peer, Presence, key_group
 
 if TYPE_CHECKING:
-    from kvtier.obs.events import Event
     from kvtier.obs.metrics import MetricDef, Recorder
 
 
@@ -66,13 +67,57 @@ class TierContext(msgspec.Struct, frozen=True):
     deadline: float
     """Absolute, on ``TierEnv.clock``. The call has returned by then or is cancelled."""
     request_id: str = ""
-    peer: str | None = None
+    peer: Peer | None = None
+    """The instance that the request says to ask."""
     windowed: bool = False
     """The keys belong to a windowed group: only a suffix may exist."""
+    news: Callable[[], None] | None = None
+    """Of ``exists``: for a tier that `tells_news` to call when it knows more of a key that it has
+    called PENDING. From the loop, as often as it likes."""
 
     def remaining(self, clock: Callable[[], float] = time.monotonic) -> float:
         """Seconds left, not below zero."""
         return max(0.0, self.deadline - clock())
+
+
+class Takes(enum.Enum):
+    """Which chunks a tier is given."""
+
+    ALL = "all"
+    """Each one as it comes."""
+    PRESSED = "pressed"
+    """Those that host memory would soon drop, while no other tier has them."""
+    NONE = "none"
+
+
+class HostMemory(Protocol):
+    """Host memory, for a tier that gives chunks of it to others."""
+
+    address: int
+    """Of slot 0 in this process."""
+    length_bytes: int
+    """Of all slots."""
+
+    def presence(self, key: bytes) -> Presence:
+        """PRESENT where it is READY, PENDING while it is being written."""
+
+    def pin(self, key: bytes) -> Slot | None:
+        """The chunk, pinned for the service, if it is READY. ``unpin`` gives the pin back."""
+
+    def unpin(self, items: Sequence[Slot]) -> None:
+        """Nothing reads these any more."""
+
+    def slot(self, key: bytes, slot: int, generation: int, crc: int | None = None) -> Slot:
+        """The slot of that number, for a chunk."""
+
+    async def take_crcs(self, items: Sequence[Slot]) -> None:
+        """Give each item its CRC, from the slot record or from the bytes."""
+
+    async def verify(self, items: Sequence[Slot]) -> list[bool]:
+        """Whether the bytes of each item are what its CRC says they are."""
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Slots of ``Tier.host`` that nothing touches any more go back to their owner."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +132,10 @@ class TierEnv:
     recorder: Recorder
     emit: Callable[[Event], None]
     clock: Callable[[], float] = time.monotonic
+    host: HostMemory | None = None
+    """None outside a service."""
+    replica: int = 0
+    """Number of this instance among equally configured ones on this host: added to ports."""
     region_view: memoryview | None = None
     """The region as rows, shape (slots, slot bytes); None outside the scheduler's process."""
     offloading_spec: Any = None
@@ -109,8 +158,14 @@ class Tier(abc.ABC):
     """Name in the configuration."""
     medium: ClassVar[str] = "STORAGE"
     """"CPU" or "STORAGE", as in vLLM's events and tier filters."""
-    locality: str = "LOCAL"
-    """"LOCAL" or "REMOTE"."""
+    locality: str | None = None
+    """"LOCAL" or "REMOTE"; None where nobody has said: every filter lets it pass, as in vLLM."""
+    stores_at_once: ClassVar[int] = 1
+    """Calls of ``store`` (8 MiB each) that one cascade may have under way: more where a store waits
+    for an answer rather than for a disk."""
+    tells_news: ClassVar[bool] = False
+    """Whether it calls ``TierContext.news``. Others are asked again and again for a key that they
+    have called PENDING."""
     options_type: ClassVar[OptionsType]
     """Frozen struct with the tier's own configuration keys."""
 
@@ -120,9 +175,40 @@ class Tier(abc.ABC):
         self.env = env
 
     @classmethod
+    def takes(cls, options: Any) -> Takes:
+        """Which chunks are copied here."""
+        return Takes.ALL
+
+    @classmethod
+    def hosts(cls, options: Any) -> float:
+        """Part of host memory that chunks of other instances may have here while it is free."""
+        return 0.0
+
+    @classmethod
+    def serves(cls, options: Any, peer: Peer | None) -> bool:
+        """Whether a request with this peer has anything to ask a tier with these options."""
+        return True
+
+    @classmethod
     def metric_definitions(cls) -> Sequence[MetricDef]:
         """Metrics of this tier's own; they appear with the others, labelled ``tier``."""
         return ()
+
+    def tell(self, operation: Operation, key: bytes, length: int) -> None:
+        """Emit an event of a chunk that is now here, or no longer, of `length` payload bytes."""
+        came = operation == "stored"
+        self.env.emit(
+            Event(
+                operation=operation,
+                key=key,
+                group=key_group(key),
+                source="" if came else self.name,
+                destination=self.name if came else "",
+                locality=self.locality,
+                medium=self.medium,
+                bytes=length,
+            )
+        )
 
     @abc.abstractmethod
     async def open(self) -> None:
@@ -163,6 +249,19 @@ class Tier(abc.ABC):
         stored in that wait would be taken for absent. Keys too many cost a question each, a key
         that lacks is not found. One that raises is asked for everything.
         """
+        return None
+
+    def host(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Slots, each with its generation, for chunks of others; only where ``hosts`` says so."""
+        return None
+
+    def reclaim(self, count: int) -> None:
+        """So many of these slots are wanted back."""
+        return None
+
+    def serve(self, request: str, ended: bool) -> None:
+        """A request whose chunks a peer waits for, under this name, has begun or has ended."""
+        # Of interest to a tier that serves peers.
         return None
 
     async def forget(self, keys: Sequence[bytes]) -> None:

@@ -15,10 +15,9 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from kvtier.errors import ClosedError
-from kvtier.obs.events import Event, Operation
 from kvtier.options import Bytes
 from kvtier.tiers.base import OptionsType, Slot, Tier, TierContext, TierEnv
-from kvtier.types import Outcome, Presence, key_group
+from kvtier.types import Outcome, Presence
 
 SLICE = 64
 """Chunks copied before other coroutines get their turn."""
@@ -74,7 +73,7 @@ class ExampleTier(Tier):
             key, (payload, _) = self._chunks.popitem(last=False)
             self._used_bytes -= len(payload)
             self.env.recorder.add("kvtier_tier_evicted_total", 1, (self.name,))
-            self._tell("removed", key, len(payload))
+            self.tell("removed", key, len(payload))
         assert item.crc is not None
         self._chunks[item.key] = (bytes(item.view), item.crc)
         self._used_bytes += item.length
@@ -109,7 +108,7 @@ class ExampleTier(Tier):
             found = self._chunks.pop(key, None)
             if found is not None:
                 self._used_bytes -= len(found[0])
-                self._tell("removed", key, len(found[0]))
+                self.tell("removed", key, len(found[0]))
         self._gauges()
 
     async def aclose(self, deadline: float) -> None:
@@ -133,16 +132,3 @@ class ExampleTier(Tier):
         self.env.recorder.set("kvtier_tier_used_bytes", self._used_bytes, labels)
         self.env.recorder.set("kvtier_tier_chunks", len(self._chunks), labels)
         self.env.recorder.set("kvtier_tier_capacity_bytes", self.options.capacity_bytes, labels)
-
-    def _tell(self, operation: Operation, key: bytes, length: int) -> None:
-        self.env.emit(
-            Event(
-                operation,
-                key,
-                key_group(key),
-                source=self.name,
-                locality=self.locality,
-                medium=self.medium,
-                bytes=length,
-            )
-        )

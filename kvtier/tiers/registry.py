@@ -25,6 +25,8 @@ BUILT_IN: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "example": ("kvtier.tiers.example", "ExampleTier"),
         "fs": ("kvtier.tiers.fs.tier", "FsTier"),
+        "obj": ("kvtier.tiers.obj.tier", "ObjTier"),
+        "p2p": ("kvtier.tiers.p2p.tier", "P2pTier"),
     }
 )
 
@@ -100,8 +102,8 @@ def wants_rows(tiers: Iterable[TierConfig]) -> bool:
     return any(is_adapted(tier) for tier in tiers)
 
 
-def check_options(config: TierConfig, path: str) -> None:
-    """Decode a tier's options for their errors; secrets are expanded, not kept.
+def check_options(config: TierConfig, path: str) -> Any:
+    """A tier's options, for their errors; None for a four-method class, which takes them itself.
 
     Raises
     ------
@@ -111,8 +113,8 @@ def check_options(config: TierConfig, path: str) -> None:
     kind = load_class(config)
     if not issubclass(kind, Tier):
         check_class(kind, config, path)
-        return
-    decode_options(kind.options_type, config.options, path, also_known=COMMON_KEYS)
+        return None
+    return decode_options(kind.options_type, config.options, path, also_known=COMMON_KEYS)
 
 
 def make_tier(config: TierConfig, env: TierEnv) -> Tier:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvtier.config import parse
+from kvtier.config import Config, parse
 from kvtier.engine.engine import Engine, open_engine
 from kvtier.host.region import Region
 from kvtier.testing.faults import Script
 from kvtier.types import (
+    Geometry,
     GroupGeometry,
     Lookup,
     RequestContext,
@@ -161,16 +162,15 @@ class Rig:
         return self.engine.registry.value(name, labels) or 0.0
 
 
-@contextlib.contextmanager
-def rig(
+def prepare(
     *,
     slots: int = 16,
     tiers: Sequence[dict[str, Any]] = (),
     chunk: int = CHUNK,
     groups: Sequence[GroupGeometry] | None = None,
     **config: Any,
-) -> Iterator[Rig]:
-    """An engine with `slots` slots; at its end everything must have come back."""
+) -> tuple[Config, Geometry]:
+    """What an engine with `slots` slots is opened with."""
     groups = groups or [GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=chunk)]
     largest = max(group.payload_bytes for group in groups)
     stride = -(-largest // 4096) * 4096
@@ -179,9 +179,13 @@ def rig(
         "promotion_slots": 2,
         "tiers": list(tiers),
     }
-    settings |= config
-    parsed = parse(settings)
-    engine, region = open_engine(parsed, make_geometry(groups, slots * stride))
+    return parse(settings | config), make_geometry(groups, slots * stride)
+
+
+@contextlib.contextmanager
+def rig(**settings: Any) -> Iterator[Rig]:
+    """An engine, see ``prepare``; at its end everything must have come back."""
+    engine, region = open_engine(*prepare(**settings))
     one = Rig(engine, region)
     try:
         yield one

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from kvtier.engine import loads, stores
 from kvtier.engine.planner import Planner
 from kvtier.engine.supervisor import POLL_WORK, Supervisor
+from kvtier.engine.transfers import Lent
 from kvtier.obs.metrics import Recorder
 from kvtier.runtime import messages as m
 from kvtier.types import Lookup, Outcome, RequestContext
@@ -114,7 +115,8 @@ def cascades(one: Clocked) -> list[m.Cascade]:
 def answer_cascades(one: Clocked, outcome: Outcome = Outcome.DONE) -> None:
     """The service ends every store under way, and gives its pins back."""
     for message in cascades(one):
-        for slot, generation in zip(message.slots, message.generations, strict=True):
+        slots, generations = m.numbers(message.slots), m.words(message.generations)
+        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
             one.engine.cache.slots.unpin_service(slot, generation)
         one.notes.answers.append(
             m.Stored(message.job, 0, bytes([outcome] * len(message.keys)), final=True)
@@ -223,14 +225,14 @@ def test_without_news_a_waiting_prompt_is_not_walked(monkeypatch: pytest.MonkeyP
         one.engine.end_step()
         (find,) = one.notes.finds()
         one.notes.answers.append(
-            found(find.job, loaded=[0], slots=find.slots[:1], crcs=[0], present=1)
+            found(find.job, loaded=[0], slots=find.slots[:8], crcs=[0], present=1)
         )
         one.after(0.001)
         # News of its own count at once.
         answer = one.engine.lookup_batch(keys(1, 2, 3, 4), context)
         assert answer == (3, Lookup.RETRY)
         one.engine.finish_request(context)
-        one.notes.answers.append(found(find.job, failed=[1], unused=find.slots[1:], final=True))
+        one.notes.answers.append(found(find.job, failed=[1], unused=find.slots[8:], final=True))
         one.after(0.0)
 
 
@@ -327,3 +329,23 @@ def test_a_prompt_that_cannot_be_held_gets_the_same_answer_for_the_same_states(
         assert len(walked) == 2
         one.engine.finish_request(context)
         end_finds(one)
+
+
+def test_lent_slots_are_taken_in_any_order_and_once() -> None:
+    lent = Lent()
+    lent.add(m.packed([5, 6]), m.packed_words([50, 60]))
+    assert (len(lent), list(lent)) == (2, [5, 6])
+    assert lent.take(m.packed([5, 6])).tolist() == [50, 60]
+    assert (len(lent), list(lent)) == (0, [])
+    with pytest.raises(KeyError):
+        lent.take(m.packed([5, 6]))
+    lent.add(m.packed([5, 6, 7]), m.packed_words([51, 61, 71]))
+    lent.add(m.packed([8]), m.packed_words([81]))
+    assert (len(lent), sorted(lent)) == (4, [5, 6, 7, 8])
+    assert lent.take(m.packed([8, 6])).tolist() == [81, 61]
+    assert lent.take(m.packed([7, 5])).tolist() == [71, 51]
+    assert not len(lent)
+    lent.add(m.packed([9]), m.packed_words([91]))
+    with pytest.raises(KeyError):
+        lent.take(m.packed([8]))
+    assert lent.take(m.packed([9])).tolist() == [91]

@@ -356,7 +356,8 @@ def cascade(one: Clocked, *numbers: int) -> m.Cascade:
 
 def done(one: Clocked, message: m.Cascade, outcome: Outcome = Outcome.DONE) -> m.Stored:
     """The tier's answer; the service's pins are back with it."""
-    for slot, generation in zip(message.slots, message.generations, strict=True):
+    slots, generations = m.numbers(message.slots), m.words(message.generations)
+    for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
         one.engine._planner.state.slots.unpin_service(slot, generation)
     return m.Stored(message.job, 0, bytes([outcome]) * len(message.keys), True)
 

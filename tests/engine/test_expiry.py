@@ -89,14 +89,16 @@ class Clocked(Rig):
 
 
 @contextlib.contextmanager
-def clocked(window: int | None = None, slots: int = 16, **tier: Any) -> Iterator[Clocked]:
+def clocked(
+    window: int | None = None, slots: int = 16, chunk: int = CHUNK, **tier: Any
+) -> Iterator[Clocked]:
     group = GroupGeometry(
-        block_tokens=16, blocks_per_chunk=1, block_bytes=CHUNK, window_chunks=window
+        block_tokens=16, blocks_per_chunk=1, block_bytes=chunk, window_chunks=window
     )
-    geometry = make_geometry([group], slots * CHUNK)
+    geometry = make_geometry([group], slots * chunk)
     config = parse(
         {
-            "capacity_bytes": slots * CHUNK,
+            "capacity_bytes": slots * chunk,
             "promotion_slots": 2,
             "lookup_timeout_seconds": 2.0,
             "flush_on_shutdown_seconds": 0,
@@ -118,16 +120,20 @@ def clocked(window: int | None = None, slots: int = 16, **tier: Any) -> Iterator
 
 
 def found(job: int, **what: Any) -> m.Found:
+    """News of a find; numbers in lists."""
+    for name, value in what.items():
+        if isinstance(value, list):
+            what[name] = (m.packed_words if name == "crcs" else m.packed)(value)
     fields: dict[str, Any] = {
-        "absent": [],
+        "absent": b"",
         "present": 0,
-        "loaded": [],
-        "slots": [],
-        "crcs": [],
+        "loaded": b"",
+        "slots": b"",
+        "crcs": b"",
         "tier": 0,
-        "failed": [],
-        "outcomes": [],
-        "unused": [],
+        "failed": b"",
+        "outcomes": b"",
+        "unused": b"",
         "final": False,
     }
     return m.Found(job=job, **(fields | what))

@@ -23,13 +23,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.types import Outcome
+from tests.engine.process_world import ProcessWorld
 from tests.engine.rig import CHUNK, key
 from tests.engine.world import (
     AUDIT_EVERY,
     FAILURES,
     LENGTH,
     PREFIXES,
-    ProcessWorld,
     SizedWorld,
     World,
     bytes_of,

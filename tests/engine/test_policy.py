@@ -75,6 +75,18 @@ def test_a_threshold_of_one_tier_does_not_keep_chunks_from_another() -> None:
             one.settle()
 
 
+def test_an_offer_of_what_host_memory_is_not_to_have_counts_for_a_tier() -> None:
+    often = Script("often")
+    with rig(slots=16, tiers=[scripted(often, store_threshold=2)]) as one:
+        context = one.context()
+        assert one.engine.reserve([], context, keys(1)).keys == []
+        one.engine.finish_request(context)
+        one.store(keys(1))
+        one.settle()
+        assert set(often.chunks) == set(keys(1))
+        assert one.value("kvtier_store_skipped_chunks_total") == 1
+
+
 def test_what_no_tier_wants_is_no_loss() -> None:
     tier = Script("tier")
     with rig(slots=8, tiers=[scripted(tier, groups=[5])], promotion_slots=0) as one:

@@ -15,7 +15,7 @@ import kvtier
 from kvtier._core.layout import crc32c
 from kvtier.engine.engine import Engine
 from kvtier.testing.faults import Script
-from kvtier.types import GroupGeometry, make_geometry
+from kvtier.types import GroupGeometry, Lookup, make_geometry
 from tests.engine.rig import Rig, key, payload, rig, scripted
 
 KIB = 1 << 10
@@ -232,10 +232,73 @@ async def test_room_is_made_for_the_size_that_is_stored(monkeypatch: pytest.Monk
     assert asked == [(1, 0), (1, 0), (2, 1)]
 
 
-def test_held_chunks_stay_within_their_bytes() -> None:
-    """The bound of what waiting requests may hold counts every chunk as of the largest size."""
+def test_what_waits_holds_as_many_slots_as_the_bound_has() -> None:
+    """Chunks of a tenth of the largest size: ten times as many."""
     sizes = SETS["tenfold"]
-    with rig(slots=40, groups=groups_of(sizes), hold_bytes=5 * sizes[0]) as one:
-        assert one.engine._planner.loads.hold_limit == 5
-    with rig(slots=4, groups=groups_of(sizes), max_hold_ratio=1.0) as one:
-        assert one.engine._planner.loads.hold_limit == 3
+    script = Script("t")
+    wide, small = ([key(number, group) for number in range(60)] for group in (0, 1))
+    with rig(
+        slots=40,
+        groups=groups_of(sizes),
+        tiers=[scripted(script)],
+        hold_bytes=5 * sizes[0],
+        lookup_timeout_seconds=10.0,
+    ) as one:
+        loads = one.engine._planner.loads
+        assert (one.engine.geometry.widths, loads.hold_limit) == ((10, 1), 50)
+        one.store(wide[:4])
+        one.store(small[:45])
+        one.settle()
+        # What there is no room to hold one of the largest for is lent to loads.
+        for names, ready, held, lent in ((small, 45, 41, 9), (wide[:8], 4, 4, 1)):
+            context = one.context()
+            assert one.engine.lookup_batch(names, context) == (ready, Lookup.RETRY)
+            one.engine.end_step()
+            assert (loads.held, loads.lent, loads.taken_slots) == (held, lent, 50)
+            one.engine.publish_metrics()
+            assert one.engine.registry.value("kvtier_held_bytes") == 50 * sizes[1]
+            one.engine.finish_request(context)
+            one.settle()
+            assert (loads.held, loads.lent, loads.taken_slots) == (0, 0, 0)
+    for options, limit in (({"max_hold_ratio": 1.0}, 30), ({"hold_bytes": 1}, 10)):
+        with rig(slots=4, groups=groups_of(sizes), **options) as one:
+            assert one.engine._planner.loads.hold_limit == limit
+
+
+def test_a_prompt_of_small_chunks_is_promoted_as_a_whole() -> None:
+    sizes = SETS["tenfold"]
+    script = Script("t")
+    names = [key(number, 1) for number in range(45)]
+    script.chunks.update((name, chunk(name, sizes[1])) for name in names)
+    with rig(
+        slots=40,
+        groups=groups_of(sizes),
+        tiers=[scripted(script)],
+        hold_bytes=5 * sizes[0],
+        lookup_timeout_seconds=10.0,
+    ) as one:
+        assert one.load(names) == 45
+        one.settle()
+        assert one.engine._planner.loads.taken_slots == 0
+
+
+def test_no_more_is_evicted_than_the_bound_can_lend() -> None:
+    sizes = SETS["tenfold"]
+    script = Script("t")
+    wide = [key(number) for number in range(8)]
+    script.chunks.update((name, chunk(name, sizes[0])) for name in wide)
+    with rig(
+        slots=12,
+        groups=groups_of(sizes),
+        tiers=[scripted(script)],
+        hold_bytes=5 * sizes[0],
+        promotion_slots=0,
+        lookup_timeout_seconds=10.0,
+    ) as one:
+        for start in range(0, 120, 20):
+            one.store([key(number, 1) for number in range(start, start + 20)])
+            one.settle()
+        assert one.engine.stats().evicted == 0
+        assert one.load(wide) == 5
+        one.settle()
+        assert one.engine.stats().evicted == 50

@@ -8,18 +8,13 @@ it asks the engine and its service for and compares. Every payload that is loade
 from __future__ import annotations
 
 import contextlib
-import random
-import signal
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 from kvtier.engine import supervisor as supervisor_module
 from kvtier.runtime import messages as m
-from kvtier.runtime.process import ProcessCarrier
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.testing.faults import Script
 from kvtier.types import (
@@ -80,6 +75,18 @@ class Write:
         self.slots = reservation.slots
         self.generations = reservation.generations
         self.epoch = epoch
+        self.first = 0
+        """Number of its first transfer, where workers copy."""
+        self.chunks: list[tuple[str, int, int]] = []
+        """Key, slot and generation in the order of these numbers."""
+        self.told = False
+        """Whether the workers were told to end it, and how."""
+        self.good = True
+
+    @property
+    def last(self) -> int:
+        """Number of its last transfer."""
+        return self.first + len(self.keys) - 1
 
 
 class Read:
@@ -159,7 +166,7 @@ class World:
         ]
         self._settings: dict[str, Any] = {
             "slots": SLOTS,
-            "groups": [GroupGeometry(16, 1, size * CHUNK) for size in self.sizes],
+            "groups": self.make_groups(),
             "tiers": tiers,
             "lookup_timeout_seconds": 0.04,
             "breaker": {"failures": 3, "open_seconds": 0.02},
@@ -182,11 +189,17 @@ class World:
     def make_faults(self) -> Sequence[ScriptFaults | FiledFaults]:
         return [ScriptFaults("first"), ScriptFaults("second")]
 
+    def make_groups(self) -> Sequence[GroupGeometry]:
+        return [GroupGeometry(16, 1, size * CHUNK) for size in self.sizes]
+
+    def make_rig(self) -> contextlib.AbstractContextManager[Rig]:
+        return rig(**self._settings)
+
     def _start(self) -> None:
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(mock.patch.object(supervisor_module, "RESTART_SECONDS", 0.005))
         self._exit.enter_context(mock.patch.object(supervisor_module, "MAX_RESTART_SECONDS", 0.02))
-        self.one: Rig = self._exit.enter_context(rig(**self._settings))
+        self.one: Rig = self._exit.enter_context(self.make_rig())
         self.engine = self.one.engine
         # A new start has the configuration's own namespace again, whatever resets there were.
         self.epoch = 0
@@ -293,12 +306,16 @@ class World:
             self.open.pop(read.context.request_id, None)
             self.engine.finish_request(read.context)
         self.promoted_chunks += len(sources) - sources.count("host")
+        self.compare(read)
+        self.loaded_chunks += len(read.keys)
+        self.engine.unpin(read.slots, read.generations, read.context)
+
+    def compare(self, read: Read) -> None:
+        """Every byte of it."""
         for name, slot in zip(read.keys, read.slots.tolist(), strict=True):
             found = bytes(self._view(name, slot))
             right = bytes_of(name, read.epoch, len(found))
             assert found == right, f"wrong bytes for {name.hex()}"
-            self.loaded_chunks += 1
-        self.engine.unpin(read.slots, read.generations, read.context)
 
     def finish(self, which: int) -> None:
         picked = self._pick(which)
@@ -375,7 +392,7 @@ class World:
         pinned = sum(len(read.keys) for read in self.reads)
         assert totals["owner_pins"] == pinned + planner.loads.held
         assert index.num_writing == sum(len(write.keys) for write in self.writes)
-        assert planner.loads.held + planner.loads.lent <= max(planner.loads.hold_limit, 1)
+        assert planner.loads.taken_slots <= planner.loads.hold_limit
         for tier in engine._tiers:
             assert len(tier.backlog) <= engine.geometry.num_slots
             assert len(tier.refused) <= engine.geometry.num_slots
@@ -398,7 +415,7 @@ class World:
         planner = engine._planner
         jobs = len(planner.loads.finds) + len(planner.stores.cascades) + len(planner.verifier.jobs)
         # What had been put off the service pins by itself, at any time.
-        by_itself = any(not record.slots for record in planner.stores.cascades.values())
+        by_itself = any(record.handed_over for record in planner.stores.cascades.values())
         before = engine.cache.slots.totals()["service_pins"]
         engine.audit()
         end = time.monotonic() + AUDIT_SECONDS
@@ -505,99 +522,3 @@ class SizedWorld(World):
     """The same with three size classes: a prompt has chunks of all of them."""
 
     sizes = (4, 1, 2)
-
-
-class ProcessWorld(World):
-    """The same over a child process, which can be killed at any moment, and stopped.
-
-    Parameters
-    ----------
-    folder : Path
-        For the media of the tiers, which outlive the process, and their faults.
-    chance : Random
-        Decides when it is killed.
-    """
-
-    def __init__(self, folder: Path, chance: random.Random, **config: Any) -> None:
-        self.folder = folder
-        self._chance = chance
-        self._killers: list[threading.Timer] = []
-        self.kills = 0
-        super().__init__(isolation="process", **config)
-
-    def make_faults(self) -> Sequence[FiledFaults]:
-        return [FiledFaults(self.folder, "first"), FiledFaults(self.folder, "second")]
-
-    @property
-    def carrier(self) -> ProcessCarrier:
-        supervisor = self.engine._supervisor
-        assert supervisor is not None
-        assert isinstance(supervisor.carrier, ProcessCarrier)
-        return supervisor.carrier
-
-    def _signal(self, number: int) -> bool:
-        # By its descriptor: the number of a process that was reaped may be another one's.
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self.carrier._pidfd, number)
-            return True
-        return False
-
-    def _kill(self) -> None:
-        self.kills += self._signal(signal.SIGKILL)
-
-    def crash(self) -> None:
-        """Killed, now or at some moment soon: in the middle of a call of the owner, perhaps, or
-        while it starts."""
-        if self._chance.random() < 0.3:
-            self._kill()
-            return
-        killer = threading.Timer(self._chance.random() * 0.05, self._kill)
-        self._killers.append(killer)
-        killer.start()
-
-    def wait_ready(self) -> None:
-        """Until a service that is just starting has its tiers open, if they can be opened."""
-        end = time.monotonic() + 1.0
-        while not any(tier.readable for tier in self.engine._tiers) and time.monotonic() < end:
-            self.step()
-            time.sleep(0.005)
-
-    def stall(self) -> None:
-        """Stopped for a while, while the owner goes on."""
-        self._signal(signal.SIGSTOP)
-        try:
-            self._go_on()
-        finally:
-            self._signal(signal.SIGCONT)
-
-    def overload(self) -> None:
-        """Its socket takes nothing for a while."""
-        with mock.patch.object(self.carrier, "send", return_value=False):
-            self._go_on()
-
-    def _go_on(self) -> None:
-        chance = self._chance
-        for _ in range(chance.randrange(20)):
-            self.reserve(chance.randrange(PREFIXES), LENGTH)
-            self.end_write(good=chance.random() < 0.9)
-            self.ask(chance.randrange(PREFIXES), LENGTH)
-            self.end_read(finish_first=chance.random() < 0.5)
-            self.finish(chance.randrange(10))
-            if chance.random() < 0.05:
-                self.reset()
-            self.step()
-            self.check()
-
-    def end_killers(self) -> None:
-        """No process is killed from now on but by another `crash`."""
-        for killer in self._killers:
-            killer.join()
-        self._killers.clear()
-
-    def end_all(self) -> None:
-        self.end_killers()
-        super().end_all()
-
-    def close(self) -> None:
-        self.end_killers()
-        super().close()

@@ -23,6 +23,7 @@ from kvtier.host.mapping import MappedFile
 from kvtier.host.region import Region
 from kvtier.testing import leaks
 from kvtier.types import Geometry, GroupGeometry
+from tests.driven import say, serve
 
 POINTS = {
     "nameless": (files, "create_nameless"),
@@ -37,10 +38,6 @@ def geometry(slots: int = 64, block_bytes: int = 3000) -> Geometry:
     slot_bytes = -(-block_bytes // 4096) * 4096
     group = GroupGeometry(block_tokens=16, blocks_per_chunk=1, block_bytes=block_bytes)
     return Geometry(groups=(group,), num_slots=slots, slot_bytes=slot_bytes)
-
-
-def say(**answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 def pause_after(point: str) -> None:
@@ -222,19 +219,7 @@ def refusals(region: Region) -> dict[str, str]:
     return answers
 
 
-def main() -> None:
-    commands = Commands()
-    say(ready=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = getattr(commands, request.pop("do"))(**request)
-        except KVTierError as exc:
-            answer = {"error": type(exc).__name__, "message": str(exc)}
-        say(**(answer or {}))
-
-
 if __name__ == "__main__":
     # Whoever started the tests may ignore it (nohup), and that is inherited.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    main()
+    serve(Commands())

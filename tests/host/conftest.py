@@ -4,72 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.parts import ROOT
-
-WAIT_SECONDS = 60
-
-
-class Child:
-    """A process running ``tests.host.child``."""
-
-    def __init__(self, pass_fds: tuple[int, ...] = ()) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.host.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-            pass_fds=pass_fds,
-        )
-
-    def receive(self) -> dict[str, Any]:
-        """The next answer; fails the test if there is none in time."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            assert selector.select(WAIT_SECONDS), "the child does not answer"
-        line = self.process.stdout.readline()
-        assert line, f"the child ended with {self.process.wait()}"
-        return json.loads(line)
-
-    def send(self, do: str, **arguments: Any) -> None:
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def go(self) -> None:
-        """Past the point at which the child waits."""
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        self.send(do, **arguments)
-        return self.receive()
-
-    def kill(self, number: int = signal.SIGKILL) -> int:
-        """Send a signal and wait for the end: the exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(WAIT_SECONDS)
-
-    def end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(WAIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+from tests.driven import Child
 
 
 @pytest.fixture
@@ -80,7 +23,7 @@ def spawn() -> Iterator[Callable[..., Child]]:
         def start(count: int = 1, **options: Any) -> Any:
             children = []
             for _ in range(count):
-                child = Child(**options)
+                child = Child("tests.host.child", **options)
                 stack.callback(child.end)
                 children.append(child)
             for child in children:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,17 @@ def test_no_room_for_the_first_step(
         assert "no memory for the first" in answer["message"]
         assert "No space left on device" in answer["message"]
     assert os.listdir(folder) == []
+
+
+def test_a_limit_of_file_sizes_is_named(region_dir: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"File too large; .*\(ulimit -f\)"):
+            create(region_dir, 4 * MIB // 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(region_dir) == []
 
 
 def test_waiting_ranks_get_the_creators_reason(region_dir: str, spawn: Spawn) -> None:

@@ -2,6 +2,8 @@
 """The copy pool: splitting, small batches, failures, back-pressure, closing."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -153,7 +155,6 @@ def test_close_carries_out_what_was_submitted():
     watched.gate.clear()
     pool = CopyPool(threads=2)
     pool.open()
-    assert all(not thread.daemon for thread in threads())
     futures = [pool.store(watched, *setup.batch(256)) for _ in range(4)]
     closer = threading.Thread(target=pool.close)
     closer.start()
@@ -214,3 +215,26 @@ def test_forbidden_affinity_is_no_failure(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
     release_affinity()
     assert "not allowed here" in caplog.text
+
+
+PROGRAM = """
+import time
+from kvtier.layout.plan import CopyPool
+pool = CopyPool(2)
+pool.open()
+pool._queue.put(lambda: (time.sleep(0.3), print("copied", flush=True)))
+raise SystemExit(%d)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_ends_whose_pool_nobody_closed(code):
+    """With what was on its way."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM % code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "copied\n", "")

@@ -6,17 +6,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from kvtier._core.layout import crc32c
+from kvtier.runtime import finder
 from kvtier.runtime import messages as m
 from kvtier.runtime.finder import FindJob
 from kvtier.runtime.lane import Lane
-from kvtier.testing.faults import Script
-from kvtier.types import Outcome
+from kvtier.testing.faults import Script, ScriptedTier
+from kvtier.tiers.base import TierContext
+from kvtier.types import Outcome, Peer, Presence
 from tests.engine.rig import CHUNK, key, keys, payload
 from tests.loops import Run
 from tests.runtime.conftest import Bench
@@ -35,6 +37,7 @@ class Finding:
         seconds: float = 5.0,
         presence_seconds: float = 0.5,
         windowed: bool = False,
+        peer: Peer | None = None,
     ) -> None:
         self.bench = bench
         self.names = names
@@ -47,6 +50,7 @@ class Finding:
         self.final = False
         self.stop = asyncio.get_running_loop().create_future()
         lend = self.lend_message(slots)
+        self.first_slots = lend.slots
         self.job = FindJob(
             m.Find(
                 1,
@@ -57,6 +61,7 @@ class Finding:
                 lend.slots,
                 lend.generations,
                 time.monotonic() + seconds,
+                peer,
             ),
             bench.memory,
             lanes,
@@ -69,7 +74,7 @@ class Finding:
         slots, generations = self.bench.index.lend(n)
         assert len(slots) == n
         self.lent.update(zip(slots.tolist(), generations.tolist(), strict=True))
-        return m.Lend(1, slots.tolist(), generations.tolist())
+        return m.Lend(1, slots.tobytes(), generations.tobytes())
 
     def lend(self, n: int) -> None:
         self.job.more(self.lend_message(n))
@@ -79,24 +84,26 @@ class Finding:
         assert not self.final, "news after the final message"
         self.news.append(message)
         self.present += message.present
-        self.absent.update(message.absent)
-        self.failed.update(zip(message.failed, map(Outcome, message.outcomes), strict=True))
-        names = [self.names[i] for i in message.loaded]
+        self.absent.update(m.numbers(message.absent).tolist())
+        failed = m.numbers(message.failed).tolist()
+        self.failed.update(zip(failed, map(Outcome, message.outcomes), strict=True))
+        names = [self.names[i] for i in m.numbers(message.loaded).tolist()]
         if names:
-            generations = [self.lent.pop(slot) for slot in message.slots]
-            for name, slot, crc in zip(names, message.slots, message.crcs, strict=True):
+            slots, crcs = m.numbers(message.slots), m.words(message.crcs)
+            generations = [self.lent.pop(slot) for slot in slots.tolist()]
+            for name, slot, crc in zip(names, slots.tolist(), crcs.tolist(), strict=True):
                 found = bytes(self.bench.region.slot_view(slot, CHUNK))
                 assert found == payload(name)
                 assert crc == crc32c(found)
                 self.loaded[name] = (slot, message.tier)
             assert all(
                 self.bench.index.adopt(
-                    np.array(message.slots, dtype=np.int64),
+                    slots,
                     np.array(generations, dtype=np.uint32),
                     names,
                 )
             )
-        self.give_back(message.unused)
+        self.give_back(m.numbers(message.unused).tolist())
         self.final = message.final
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -156,6 +163,20 @@ def test_each_key_from_the_first_tier_that_has_it(run: Run, bench: Bench) -> Non
             zip(keys(1, 2, 3, 4, 5), [0, 1, 2, 0, 1], strict=True)
         )
         assert not find.absent
+        await close(lanes)
+
+    run(main())
+
+
+def test_a_prompt_that_nobody_has_is_one_message(run: Run, bench: Bench) -> None:
+    async def main() -> None:
+        _, lanes = await three(bench)
+        find = Finding(bench, lanes, keys(1, 2, 3), slots=2)
+        await find.run()
+        assert find.absent == {0, 1, 2}
+        # Slots that nobody needed come back as they went out: then nothing is compared one by one.
+        (news,) = find.news
+        assert news.unused == find.first_slots
         await close(lanes)
 
     run(main())
@@ -342,6 +363,91 @@ def test_a_pending_key_does_not_hold_up_those_of_other_tiers(run: Run, bench: Be
         assert 2 <= len(scripts[0].calls) - calls <= 15  # asked again, but not in a loop
         await task
         assert find.failed == {1: Outcome.TIMEOUT}
+        await close(lanes)
+
+    run(main())
+
+
+class Telling(ScriptedTier):
+    """Keeps the way to tell its news; with `early` they come while it still answers."""
+
+    tells_news: ClassVar[bool] = True
+    early: Callable[[], None] | None = None
+    news: Callable[[], None] | None = None
+
+    async def exists(self, keys: Sequence[bytes], ctx: TierContext) -> list[Presence]:
+        answer = await super().exists(keys, ctx)
+        self.news = ctx.news
+        if self.early is not None:
+            self.early()
+            self.early = None
+            assert ctx.news is not None
+            ctx.news()
+        return answer
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_tier_that_tells_is_asked_when_it_has_news(run: Run, bench: Bench, early: bool) -> None:
+    async def main() -> None:
+        scripts, lanes = await three(bench, kind=Telling)
+        tier: Any = lanes[0].tier
+        fill(scripts[0], 1)
+        scripts[0].pending.add(key(2))
+
+        def come() -> None:
+            fill(scripts[0], 2)
+            scripts[0].pending.clear()
+
+        if early:
+            tier.early = come
+        find = Finding(bench, lanes, keys(1, 2), slots=2)
+        started = time.monotonic()
+        task = asyncio.ensure_future(find.run())
+        if not early:
+            await until(lambda: key(1) in find.loaded)
+            await asyncio.sleep(0.1)
+            assert [name for name, _ in scripts[0].calls].count("exists") == 1
+            come()
+            tier.news()
+        await task
+        assert time.monotonic() - started < finder.QUIET_SECONDS
+        assert set(find.loaded) == set(keys(1, 2))
+        await close(lanes)
+
+    run(main())
+
+
+def test_news_that_got_lost_cost_a_pause(run: Run, bench: Bench) -> None:
+    async def main() -> None:
+        scripts, lanes = await three(bench, kind=Telling)
+        scripts[0].pending.add(key(1))
+        find = Finding(bench, lanes, keys(1), slots=1)
+        task = asyncio.ensure_future(find.run())
+        await until(lambda: bool(scripts[0].calls[1:]))
+        fill(scripts[0], 1)
+        scripts[0].pending.clear()
+        await task
+        assert set(find.loaded) == {key(1)}
+        await close(lanes)
+
+    run(main())
+
+
+def test_a_peer_that_computes_has_longer_to_say_what_it_has(run: Run, bench: Bench) -> None:
+    """A session is made first, with an instance that is busy."""
+
+    async def main() -> None:
+        scripts, lanes = await three(bench)
+        fill(scripts[0], 1)
+        gate = scripts[0].gates["exists"]
+        gate.close()
+        peer = Peer("10.0.0.7:5710", "r", 30.0)
+        find = Finding(bench, lanes, keys(1), slots=1, presence_seconds=0.05, peer=peer)
+        task = asyncio.ensure_future(find.run())
+        await asyncio.sleep(0.3)
+        gate.open()
+        await task
+        assert find.loaded[key(1)][1] == 0
         await close(lanes)
 
     run(main())

@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import ConfigError, TierLostError
 from kvtier.runtime import lane as lane_module
 from kvtier.runtime.lane import Lane
-from kvtier.testing.faults import Script, ScriptedTier
+from kvtier.testing.faults import Gate, Script, ScriptedTier
 from kvtier.tiers.base import Slot, TierContext
 from kvtier.types import Outcome, Presence
 from tests.engine.rig import key, keys, payload
@@ -185,6 +185,56 @@ def test_a_call_that_its_request_waited_for_in_vain_has_failed(
     run(main())
 
 
+@pytest.mark.parametrize("end", ["stop", "deadline"])
+@pytest.mark.parametrize("operation", ["exists", "load", "store"])
+def test_a_tier_that_serves_others_meanwhile_is_busy_and_does_not_hang(
+    run: Run, bench: Bench, operation: str, end: str
+) -> None:
+    """Calls wait in the tier's own queue as well, and many of them end together."""
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = bench.lane(script, breaker={"failures": 1}, lookup_timeout_seconds=0.05)
+        await opened(lane)
+        slots = await items(bench, 1)
+        assert (await lane.store(slots, context(), never()))[0] == [Outcome.DONE]
+
+        def call(seconds: float, stop: asyncio.Future[None]) -> Awaitable[Any]:
+            if operation == "exists":
+                return lane.exists(keys(1), context(seconds), stop)
+            return getattr(lane, operation)(slots, context(seconds), stop)
+
+        async def late(served: bool) -> Any:
+            """Answer to a call that hangs; whether another one is served meanwhile."""
+            stop = never()
+            gate = script.gates[operation]
+            gate.close()
+            hangs = asyncio.ensure_future(call(5.0 if end == "stop" else 0.1, stop))
+            await waiting(script, operation)
+            script.gates[operation] = Gate()
+            if served:
+                await call(5.0, never())
+            await asyncio.sleep(0.06)
+            if end == "stop":
+                stop.set_result(None)
+            answer = await hangs
+            gate.open()
+            return answer
+
+        answer = await late(served=True)
+        expected = Outcome.CANCELLED if end == "stop" else Outcome.TIMEOUT
+        assert answer is expected or answer[0] == [expected]
+        assert bench.health == []
+        await late(served=False)
+        blamed = operation != "store" or end == "deadline"
+        assert [health[1:3] for health in bench.health] == (
+            [(operation == "store", operation != "store")] if blamed else []
+        )
+        await closed(lane)
+
+    run(main())
+
+
 @pytest.mark.parametrize("raises", [OSError, None])
 def test_presence_does_not_hide_that_every_load_fails(
     run: Run, bench: Bench, raises: type[Exception] | None
@@ -214,6 +264,14 @@ def test_presence_does_not_hide_that_every_load_fails(
             assert await lane.exists(keys(1), context(), never()) == [Presence.PRESENT]
             assert bench.value("kvtier_breaker_state", "tier") == 2
         assert (await lane.load(slots, context(), never()))[0] == [Outcome.DONE]
+        assert bench.value("kvtier_breaker_state", "tier") == 0
+        # Loads are well again: presence alone proves something once more.
+        for _ in range(2):
+            script.raises["exists"] = OSError("now and then")
+            for _ in range(2):
+                assert await lane.exists(keys(1), context(), never()) is Outcome.IO
+            script.raises.clear()
+            assert await lane.exists(keys(1), context(), never()) == [Presence.PRESENT]
         assert bench.value("kvtier_breaker_state", "tier") == 0
         await closed(lane)
 
@@ -420,73 +478,6 @@ def test_plain_integers_are_outcomes(run: Run, bench: Bench) -> None:
         await closed(lane)
 
     script = Script("tier")
-    run(main())
-
-
-def test_loads_go_before_stores(run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long store yields to a load between its batches, but is not starved by it."""
-    script = Script("tier")
-    monkeypatch.setattr(lane_module, "STORE_BATCH_BYTES", 1)
-    monkeypatch.setattr(lane_module, "STORE_PAUSE_SECONDS", 0.3)
-
-    async def main() -> None:
-        lane = await opened(bench.lane(script))
-        stored = await items(bench, 1, 2, 3)
-        target = bench.memory.slot(key(1), 5, 0)
-        script.gates["store"].close()
-        store = asyncio.ensure_future(lane.store(stored, context(), never()))
-        await waiting(script, "store")
-        script.gates["load"].close()
-        load = asyncio.ensure_future(lane.load([target], context(), never()))
-        await waiting(script, "load")
-        script.gates["store"].open()
-        await until(lambda: key(1) in script.chunks)
-        await asyncio.sleep(0.05)
-        assert set(script.chunks) == {key(1)}  # the second batch lets the load go first
-        script.gates["load"].open()
-        assert (await load)[0] == [Outcome.DONE]
-        assert (await store)[0] == [Outcome.DONE] * 3
-        # A load that takes long holds it up no longer than the pause, for each batch.
-        script.gates["load"].close()
-        load = asyncio.ensure_future(lane.load([target], context(), never()))
-        await waiting(script, "load")
-        script.chunks.clear()
-        started = time.monotonic()
-        await lane.store(stored[:2], context(), never())
-        assert 0.5 < time.monotonic() - started < 3
-        assert not load.done()
-        script.gates["load"].open()
-        await load
-        await closed(lane)
-
-    run(main())
-
-
-def test_a_trial_that_is_cancelled_allows_another(
-    run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = Script("tier")
-    monkeypatch.setattr(lane_module, "STORE_PAUSE_SECONDS", 10.0)
-
-    async def main() -> None:
-        lane = await opened(bench.lane(script, breaker={"failures": 1, "open_seconds": 0.02}))
-        slots = await items(bench, 1)
-        script.outcomes["store"] = [Outcome.IO]
-        await lane.store(slots, context(), never())
-        await until(lambda: bench.health[-1][2])
-        script.gates["load"].close()
-        load = asyncio.ensure_future(lane.load(slots, context(), never()))
-        await waiting(script, "load")
-        trial = asyncio.ensure_future(lane.store(slots, context(), never()))
-        await asyncio.sleep(0.02)
-        trial.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await trial
-        script.gates["load"].open()
-        await load
-        assert (await lane.store(slots, context(), never()))[0] == [Outcome.DONE]
-        await closed(lane)
-
     run(main())
 
 

@@ -24,11 +24,25 @@ from kvtier.errors import ClosedError, ConfigError
 from kvtier.host.region import sweep
 from kvtier.runtime import process as process_module
 from kvtier.runtime.child import HANGUP_SECONDS, NICE
-from kvtier.runtime.process import ProcessCarrier
+from kvtier.runtime.process import FRAME, FrameReader, ProcessCarrier
 from kvtier.types import Lookup
 from tests.engine.rig import CHUNK, Rig, keys, rig
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("part", [1, 3, 4, 7, 100, 1000])
+def test_frames_come_out_whole_wherever_the_stream_is_cut(part: int) -> None:
+    frames = [bytes([i]) * length for i, length in enumerate([5, 0, 1, 300, 2, 0])]
+    stream = b"".join(FRAME.pack(len(frame)) + frame for frame in frames)
+    reader = FrameReader()
+    got = []
+    received = bytearray(part)  # used again for each part, as the carrier's is
+    for start in range(0, len(stream), part):
+        data = stream[start : start + part]
+        received[: len(data)] = data
+        got += [bytes(frame) for frame in reader.feed(memoryview(received)[: len(data)])]
+    assert got == frames
 
 
 def gated(folder: Path, **more: Any) -> dict[str, Any]:
@@ -68,7 +82,7 @@ class Gates:
 @contextlib.contextmanager
 def running(folder: Path, **config: Any) -> Iterator[tuple[Rig, ProcessCarrier]]:
     tier = gated(folder, **config.pop("tier", {}))
-    with rig(slots=8, tiers=[tier], isolation="process", **config) as one:
+    with rig(**{"slots": 8} | config, tiers=[tier], isolation="process") as one:
         carrier = one.engine._supervisor.carrier
         assert isinstance(carrier, ProcessCarrier)
         yield one, carrier

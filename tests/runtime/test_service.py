@@ -213,7 +213,17 @@ def test_pins_stay_until_every_tier_has_ended(
     names, places, generations = index.pin_for_service(keys(1))
     slot = int(places[0])
     outside.carrier.send(
-        [m.Cascade(7, "r", names, [slot], generations.tolist(), [0, 1], time.monotonic() + 5)]
+        [
+            m.Cascade(
+                7,
+                "r",
+                names,
+                places.tobytes(),
+                generations.tobytes(),
+                [0, 1],
+                time.monotonic() + 5,
+            )
+        ]
     )
     outside.until(lambda: any(one.tier == 1 for one in outside.of(m.Stored)))
     if broken == "lane":

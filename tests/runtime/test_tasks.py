@@ -7,7 +7,7 @@ import asyncio
 import signal
 from types import FrameType
 
-from kvtier.runtime.tasks import TaskSet
+from kvtier.tiers.tasks import TaskSet
 from tests.loops import Run
 
 

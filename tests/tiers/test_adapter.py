@@ -416,6 +416,24 @@ def test_a_class_written_for_vllm_runs_unchanged() -> None:
 
 @pytest.mark.needs("vllm")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports
+@pytest.mark.parametrize("kind", ["VllmDictionary", "WholeRequests"])
+def test_a_class_that_wants_whole_requests_is_told_once_that_it_gets_chunks(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.tiers.vllm_managers import VllmDictionary  # lazy: needs vLLM
+
+    with rig(slots=8, tiers=[VLLM | {"type": kind, "color": "red"}]) as one:
+        for number in range(3):
+            one.store(keys(number))
+            one.settle()
+        assert len(VllmDictionary.made[-1].chunks) == 3
+    said = [text for text in caplog.messages if "asks for whole requests" in text]
+    assert len(said) == (kind == "WholeRequests")
+    VllmDictionary.made.clear()
+
+
+@pytest.mark.needs("vllm")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's imports
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

@@ -39,7 +39,8 @@ def test_the_classes() -> None:
     assert load_class(config(type="example")) is ExampleTier
     assert load_class(config(**OWN)) is DictionaryTier
     native = config(type="CompressedTier", module_path="examples.own_native_tier")
-    assert tier_class(native) is CompressedTier
+    native_class = tier_class(native)
+    assert native_class is CompressedTier
     assert not is_adapted(native)
     assert is_adapted(config(**OWN))
     kind = tier_class(config(**OWN))
@@ -48,6 +49,9 @@ def test_the_classes() -> None:
     tier = make_tier(config(**OWN, locality="REMOTE"), make_env())
     assert isinstance(tier, AdaptedTier)
     assert (tier.adapted, tier.locality) == (DictionaryTier, "REMOTE")
+    # As in vLLM: no class names one by itself, an object store's neither.
+    kinds = [tier_class(config(type=name)) for name in ("example", "fs", "obj")]
+    assert {kind.locality for kind in [*kinds, native_class, kind]} == {None}
 
 
 @pytest.mark.fault("U02")

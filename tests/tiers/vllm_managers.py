@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadKey,
+    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -27,6 +28,7 @@ class VllmDictionary(SecondaryTierManager):
     """Chunks in a dictionary; lookups are answered after the end of the step, like vLLM's own."""
 
     medium: ClassVar[Medium] = Medium.CPU
+    policy: ClassVar[OffloadPolicy] = OffloadPolicy.CHUNK_LEVEL
     made: ClassVar[list[Any]] = []
 
     def __init__(
@@ -84,7 +86,7 @@ class VllmDictionary(SecondaryTierManager):
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self.known.add(req_context.req_id)
-        return RequestOffloadingContext()
+        return RequestOffloadingContext(self.policy)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -105,6 +107,21 @@ class VllmDictionary(SecondaryTierManager):
         self.calls.append("shutdown")
 
 
+class Breaking(VllmDictionary):
+    """Takes `size` chunks; a store beyond them fails, and every load."""
+
+    @override
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        if len(self.chunks.keys() | set(job_metadata.keys)) > self.size:
+            self.finished.append(JobResult(job_metadata.job_id, False))
+        else:
+            super().submit_store(job_metadata)
+
+    @override
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self.finished.append(JobResult(job_metadata.job_id, False))
+
+
 class NeedsParent(VllmDictionary):
     """Serves other hosts."""
 
@@ -119,3 +136,9 @@ class HalfWritten(SecondaryTierManager):
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS
+
+
+class WholeRequests(VllmDictionary):
+    """Wants every chunk of a request, those that it had before too."""
+
+    policy: ClassVar[OffloadPolicy] = OffloadPolicy.REQUEST_LEVEL

@@ -115,6 +115,7 @@ class Janitor:
         self._known: dict[str, int] = {}
         self._published: int | None = None
         self._published_at = 0.0
+        self._announced = 0
 
     def start(self, identity: tuple[int, int]) -> None:
         """Begin; `identity` is (device, inode) of the namespace's directory that the tier uses."""
@@ -159,6 +160,16 @@ class Janitor:
         """Wait for the thread, after it has said that it ended: a moment."""
         if self._thread is not None:
             self._thread.join()
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are other instances under the same limit, or were."""
+        return bool(self._known)
+
+    @property
+    def announced_units(self) -> int:
+        """``Usage.net_units`` when others were last told of it, and heard."""
+        return self._announced
 
     def adopt(self, identity: tuple[int, int]) -> None:
         """The tier uses another directory now (the root came back)."""
@@ -409,7 +420,7 @@ class Janitor:
         """Tell other instances what this one has added, and take over what they have.
 
         One small file an instance, in units since its start. So a limit is kept by all together
-        without a walk; what is not seen for a turn is what the others write in that second.
+        without a walk; what is not seen is a small part of it (``UNANNOUNCED_PARTS``).
         """
         if not self._options.capacity_bytes or self._lost:
             return
@@ -440,3 +451,4 @@ class Janitor:
             if age > self._upkeep.stale_seconds:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+        self._announced = mine

@@ -62,7 +62,7 @@ class FsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity_bytes: Bytes | None = None
     """Most that the files below `root_dir` may take, of all instances together; None is no limit.
-    Kept within what other instances write in a second or two."""
+    Kept within a 32nd of it for each other instance that writes."""
     high_watermark: Ratio = 0.95
     """Part of the capacity at which eviction starts."""
     low_watermark: Ratio = 0.85

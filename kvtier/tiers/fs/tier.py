@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, ClassVar
 from kvtier import namespace
 from kvtier._core import fileio
 from kvtier.errors import ClosedError, ConfigError, TierLostError
-from kvtier.obs.events import Event
 from kvtier.tiers.base import Slot, Tier, TierContext, TierEnv
 from kvtier.tiers.fs import naming
-from kvtier.tiers.fs.capacity import Usage
+from kvtier.tiers.fs.capacity import UNIT_BYTES, Usage
 from kvtier.tiers.fs.health import Gate, outcome
 from kvtier.tiers.fs.janitor import Janitor, Report
 from kvtier.tiers.fs.metrics import METRICS
@@ -54,6 +53,8 @@ HANDLES_SECONDS = 0.25
 """Pause after the process ran out of descriptors."""
 ANNOUNCE_PARTS = 64
 """Instances tell each other when they have written this part of their common limit."""
+UNANNOUNCED_PARTS = 32
+"""An instance writes at most this part of the common limit before it has told the others."""
 EVICT_FOR_ERROR_BYTES = 1 << 30
 EVICT_FOR_ERROR_PART = 0.05
 """Room made after "disk full": this part of what is there, at most so many bytes."""
@@ -93,8 +94,8 @@ class FsTier(Tier):
         self._directory_name = namespace.directory_name(env.namespace)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._storing_bytes = 0
-        self._unannounced_bytes = 0
         self._fallbacks = 0
+        self._warned_of_mount = False
         self._signals = Signals(name, env.recorder, env.clock)
         self._left: list[Pool | Janitor] = []
         """Of attempts to open that failed: threads that hung in a system call."""
@@ -327,9 +328,17 @@ class FsTier(Tier):
         free = self._janitor.budget_bytes
         if free is not None:
             free -= self._storing_bytes
+        # However long the janitor is held up, what others do not know of stays a small part.
+        unknown = -math.inf
+        if capacity and self._janitor.shared:
+            unknown = max(0, self._unannounced_bytes()) + self._storing_bytes
         admitted = []
         for i, item in enumerate(items):
             size = _file_bytes(item.length)
+            if unknown > 0 and (unknown + size) * UNANNOUNCED_PARTS > capacity:
+                self._signals.refused("store", "capacity", len(items) - i)
+                self._janitor.wake()
+                break
             if room is not None and size > room:
                 reason = "capacity"
             elif free is not None and size > free:
@@ -339,6 +348,7 @@ class FsTier(Tier):
                 admitted.append(i)
                 room = None if room is None else room - size
                 free = None if free is None else free - size
+                unknown += size
                 continue
             outcomes[i] = Outcome.FULL
             self._signals.refused("store", reason, 1)
@@ -360,13 +370,14 @@ class FsTier(Tier):
                 self.usage.found(item.key, batch.blocks(i))
             if item.crc is None:
                 item.crc = batch.crc(i)
-        self._unannounced_bytes += sum(
-            batch.blocks(i) * 512 for i in range(len(items)) if batch.status(i) == 0
-        )
-        if self._unannounced_bytes * ANNOUNCE_PARTS > (self.options.capacity_bytes or math.inf):
+        if self._unannounced_bytes() * ANNOUNCE_PARTS > (self.options.capacity_bytes or math.inf):
             # Other instances under the same limit should not learn of much at a time.
-            self._unannounced_bytes = 0
             self._janitor.wake()
+
+    def _unannounced_bytes(self) -> int:
+        """What this instance has added and other instances do not know of."""
+        assert self._janitor is not None
+        return (self.usage.net_units - self._janitor.announced_units) * UNIT_BYTES
 
     def _after_store(
         self, files: fileio.Directory, outcomes: Sequence[Outcome], tried_bytes: int
@@ -511,17 +522,7 @@ class FsTier(Tier):
         if report.evicted_files:
             self._signals.add("kvtier_tier_evicted_total", report.evicted_files)
         for key in report.evicted:
-            self.env.emit(
-                Event(
-                    operation="removed",
-                    key=key,
-                    group=key_group(key),
-                    source=self.name,
-                    locality=self.locality,
-                    medium=self.medium,
-                    bytes=max(0, self._size(key)),
-                )
-            )
+            self.tell("removed", key, max(0, self._size(key)))
         if report.root_lost:
             self._lose_root()
         elif report.root_lost is False and self._write_gate.cause is Outcome.LOST:
@@ -544,6 +545,14 @@ class FsTier(Tier):
         assert self._janitor is not None
         try:
             if not await self._reads.call(self._janitor.can_remake, seconds=OPEN_SECONDS):
+                if not self._warned_of_mount:
+                    self._warned_of_mount = True
+                    logger.warning(
+                        "%s: the filesystem of %s is not mounted any more, and nothing is written "
+                        "behind it: mount it again, or make that directory to go on with another",
+                        self.name,
+                        self.path,
+                    )
                 return
             prepared = await self._prepare()
         except (ConfigError, TierLostError, TimeoutError, ClosedError) as exc:
@@ -555,6 +564,7 @@ class FsTier(Tier):
         # Batches under way hold the old directory until they end; it closes itself then.
         self._files = prepared.directory
         self._fallbacks = 0
+        self._warned_of_mount = False
         self._janitor.adopt(prepared.identity)
         self._janitor.walk()
         if prepared.read_only:

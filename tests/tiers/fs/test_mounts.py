@@ -117,7 +117,9 @@ async def test_opened_read_only(disk: Path) -> None:
 
 
 @pytest.mark.fault("F14")
-async def test_unmounted_and_back(disk: Path, tmp_path: Path) -> None:
+async def test_unmounted_and_back(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing is written behind an unmounted disk; when it is back, everything is."""
     async with opened(disk / "root") as bench:
         assert await bench.store(1) == [Outcome.DONE]
@@ -135,6 +137,9 @@ async def test_unmounted_and_back(disk: Path, tmp_path: Path) -> None:
             # The open descriptor still serves what was there.
             assert await bench.load(1) == [Outcome.DONE]
             assert not (disk / "root").exists()
+            told = [text for text in caplog.messages if "is not mounted any more" in text]
+            assert len(told) == 1
+            assert str(bench.tier.path) in told[0]
         finally:
             mount("--bind", str(elsewhere), str(disk))
             subprocess.run(["umount", "--lazy", str(elsewhere)], check=True, timeout=30)
