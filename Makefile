@@ -5,10 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORE := $(wildcard kvtier/_core/*.pyx kvtier/_core/*.pxd kvtier/_core/*.h)
+# Tests of code in Python alone: bounds checks in the compiled parts find nothing there.
+PYTHON_ONLY := tests/tiers/obj $(patsubst %,tests/tiers/p2p/test_%.py,contract fuzz networks news options processes push recovery sharing tcp tier)
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help setup test bench lint checks deps-ci clean benchmarks
+.PHONY: help setup test soak bench lint checks deps-ci clean benchmarks
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -54,8 +56,13 @@ checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invari
 	fi
 	cd build/checked-tree && KVTIER_CHECKS=1 KVTIER_WERROR=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
 	export KVTIER_TRACES="$${KVTIER_TRACES:-$(CURDIR)/../shared/traces}"; \
-		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm and not timed" $(TEST_ARGS)
-	@echo "left out of this build: the tests with vLLM and those of speeds (marked vllm, timed); make test runs them"
+		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm and not timed" $(addprefix --ignore=,$(PYTHON_ONLY)) $(TEST_ARGS)
+	@echo "left out of this build: the tests with vLLM and those of speeds (marked vllm, timed), and those of $(PYTHON_ONLY), which meet no compiled part; make test runs them"
+
+soak: $(VENV)/.vllm build/.plain ## an object store that fails at random, peers that die at random
+	KVTIER_SOAK_OPERATIONS=100000 $(BIN)/python -m pytest -s tests/tiers/obj/test_soak.py
+	KVTIER_SOAK_SECONDS=120 $(BIN)/python -m pytest -s tests/tiers/p2p/test_processes.py \
+		-k "random_moments or mesh"
 
 benchmarks: setup $(VENV)/.vllm ## all benchmarks, vLLM's own parts beside them, as one page
 	$(BIN)/python -m benchmarks
@@ -63,7 +70,8 @@ benchmarks: setup $(VENV)/.vllm ## all benchmarks, vLLM's own parts beside them,
 deps-ci: ## Debian packages that the full test run needs (root)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-		python3-dev python3-venv gcc git e2fsprogs mount fio
+		python3-dev python3-venv gcc git e2fsprogs mount fio iperf3 iproute2 openssl \
+		python3-swift memcached
 
 clean:
 	rm -rf build bench-results

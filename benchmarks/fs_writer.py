@@ -35,9 +35,9 @@ def main() -> None:
     keys = [data[at : at + 36] for at in range(0, len(data), 36)]
     asyncio.run(write(sys.argv[1], keys))
     if len(sys.argv) > 2:
-        from benchmarks.vllm_fs import VllmFs  # lazy: needs vLLM
+        from benchmarks.vllm_tiers import vllm_fs  # lazy: needs vLLM
 
-        peer = VllmFs(sys.argv[2], len(keys), 4096, 16)
+        peer = vllm_fs(sys.argv[2], len(keys), 4096, 16)
         peer.store(keys, BATCH)
         peer.close()
 

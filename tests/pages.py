@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.obs.metrics import METRICS
+from kvtier.obs.metrics import METRICS, MetricDef
+from kvtier.tiers.fs.metrics import METRICS as FS_METRICS
+from kvtier.tiers.obj.metrics import METRICS as OBJ_METRICS
+from kvtier.tiers.p2p.metrics import METRICS as P2P_METRICS
 from kvtier.types import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +41,7 @@ kvtier serves these at its own port (`metrics.port`, page `/metrics`), in Promet
 `/healthz` beside it has one line for all and one JSON object a tier. Inside vLLM
 they are at vLLM's own `/metrics` as well. Values are in base units: seconds,
 bytes, ratios from 0 to 1. The tier `host` is host memory. A gauge that nobody has set yet is
-absent, not 0. Made from `kvtier/obs/table.py` by `python -m tests.pages`.
+absent, not 0. Made from the tables in the code by `python -m tests.pages`.
 
 Useful questions:
 
@@ -45,18 +49,28 @@ Useful questions:
   `sum by (tier) (rate(kvtier_lookup_chunks_total{result="hit"}[5m]))`
 - Is anything failing:
   `rate(kvtier_chunks_total{outcome!~"done|exists|missing|dropped|cancelled"}[5m]) > 0`
+- Is a tier away: `kvtier_tier_up == 0`, and why an object store fails:
+  `sum by (tier, cause) (rate(kvtier_obj_errors_total{cause!~"missing|exists"}[5m]))`
 - Is host memory too small: `rate(kvtier_evicted_unsaved_total[5m]) > 0`
 - 99th percentile of a load:
   `histogram_quantile(0.99, rate(kvtier_transfer_seconds_bucket{direction="load"}[5m]))`
 """
 
 
-def metrics_page() -> str:
-    """``docs/metrics.md``."""
-    lines = [_HEAD, "| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    for definition in METRICS:
+def _table(definitions: Sequence[MetricDef]) -> list[str]:
+    lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for definition in definitions:
         labels = ", ".join(definition.labels)
         lines.append(f"| `{definition.name}` | {definition.kind} | {labels} | {definition.help} |")
+    return lines
+
+
+def metrics_page() -> str:
+    """``docs/metrics.md``."""
+    lines = [_HEAD, *_table(METRICS)]
+    lines += ["", "## File tier", "", *_table(FS_METRICS)]
+    lines += ["", "## Object tier", "", *_table(OBJ_METRICS)]
+    lines += ["", "## Peer tier", "", *_table(P2P_METRICS)]
     lines += ["", "## Outcomes", "", "Values of the label `outcome`.", ""]
     lines += ["| outcome | meaning | failure |", "| --- | --- | --- |"]
     for outcome in Outcome:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from kvtier.options import (
     parse_bytes,
 )
 from kvtier.tiers.fs.options import FsOptions
+from kvtier.tiers.obj.options import ObjOptions
 
 MINIMAL = {"capacity_bytes": "1GiB"}
 FULL: dict[str, Any] = {
@@ -361,6 +363,57 @@ def test_literal_secrets_in_the_json_give_one_warning(caplog: pytest.LogCaptureF
     assert "hunter" not in message
 
 
+def test_secrets_in_a_file_give_no_warning_that_vllm_logs_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: [{type: obj, bucket: kv-cache, access_key: a, secret_key: hunter2}]")
+    parse_extra_config({"capacity_bytes": 1, "kvtier_config": str(file)})
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_an_object_store_as_vllm_writes_it(nested: bool) -> None:
+    """An empty text is a default there, and http what an endpoint without scheme speaks."""
+    keys = {
+        "bucket": "kvcache",
+        "endpoint_override": "minio:9000",
+        "access_key": "${KEY}",
+        "secret_key": "${SECRET}",
+        "session_token": "",
+        "region": "",
+        "ca_bundle": "",
+    }
+    tier = {"type": "obj", "io_threads": 16, **({"store_config": keys} if nested else keys)}
+    config = parse_extra_config({"capacity_bytes": 1, "secondary_tiers": [tier]})
+    options = decode_options(
+        ObjOptions, config.tiers[0].options, "t", environ={"KEY": "k", "SECRET": "s"}
+    )
+    assert options == ObjOptions(
+        bucket="kvcache",
+        endpoint_override="minio:9000",
+        scheme="http",
+        access_key=Secret("k"),
+        secret_key=Secret("s"),
+        concurrency=16,
+    )
+    assert options.endpoint_url == "http://minio:9000"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"bucket": "a"}, "store_config.bucket: stands beside store_config too"),
+        ({"store_config": "kv"}, "store_config: is a mapping of keys to values, got str"),
+        ({"concurrency": 3, "io_threads": 4}, "io_threads: is the same as concurrency"),
+    ],
+)
+def test_an_object_store_that_says_two_things(more: dict[str, Any], message: str) -> None:
+    tier = {"type": "obj", "store_config": {"bucket": "kvcache"}, **more}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_extra_config({"capacity_bytes": 1, "secondary_tiers": [tier]})
+
+
 def test_describe_is_the_effective_configuration_without_secrets(tmp_path: Path) -> None:
     config = parse(
         {**FULL, "tiers": [{"type": "obj", "bucket": "b", "secret_key": "hunter2",
@@ -444,7 +497,6 @@ def test_vllm_detectors_are_left_out_with_one_warning(
             "arc",
             "eviction policies of its own",
         ),
-        ({"max_tracker_size": 1000}, "lru", "twice as many chunks"),
     ],
 )
 def test_what_means_nothing_here_is_passed_over_with_the_reason(
@@ -456,16 +508,21 @@ def test_what_means_nothing_here_is_passed_over_with_the_reason(
     assert words in record.getMessage()
 
 
-@pytest.mark.parametrize(("threshold", "warnings"), [(0, 0), (1, 0), (3, 1)])
-def test_a_threshold_at_the_top_is_the_default_of_every_tier(
-    threshold: int, warnings: int, caplog: pytest.LogCaptureFixture
+def test_a_threshold_at_the_top_is_that_of_host_memory_and_of_no_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiers = [{"type": "a"}, {"type": "b", "store_threshold": 2}]
-    extra = {"cpu_bytes_to_use": 1, "store_threshold": threshold, "secondary_tiers": tiers}
+    extra = {"cpu_bytes_to_use": 1, "store_threshold": 3, "secondary_tiers": tiers}
     config = parse_extra_config(extra)
-    assert [tier.store_threshold for tier in config.tiers] == [max(1, threshold), 2]
-    assert len(caplog.records) == warnings
-    assert all("holds for the tiers" in one.getMessage() for one in caplog.records)
+    assert [tier.store_threshold for tier in config.tiers] == [1, 2]
+    assert (config.store_threshold, config.max_tracker_size) == (3, 64_000)
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("capacity_bytes: 1\nstore_threshold: 2\nmax_tracker_size: 9\n")
+    config = parse_extra_config({"kvtier_config": str(file)})
+    assert (config.store_threshold, config.max_tracker_size) == (2, 9)
+    assert caplog.records == []
+    # Whoever decides what is stored has no use for them.
+    assert "unknown key 'store_threshold'" in refused({**MINIMAL, "store_threshold": 2})
 
 
 def test_a_detector_in_a_file_is_refused() -> None:
@@ -482,8 +539,9 @@ def test_a_detector_in_a_file_is_refused() -> None:
         ({"cpu_bytes_to_use": 1, "capacity_bytes": 1}, "is the same as"),
         ({"cpu_bytes_to_use": "5G"}, "extra_config: cpu_bytes_to_use: '5G'"),
         ({"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": ""}]}, ": secondary_tiers[0].type"),
-        ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold: is a count, got -1"),
-        ({"cpu_bytes_to_use": 1, "store_threshold": True}, "store_threshold: is a count"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold: -1 is not a whole"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": True}, "store_threshold: True is not a whole"),
+        ({"cpu_bytes_to_use": 1, "max_tracker_size": 0}, "max_tracker_size: 0 is not a whole"),
         ({"cpu_byte_to_use": 1}, "unknown key 'cpu_byte_to_use'"),
         ({}, "extra_config: cpu_bytes_to_use: is missing"),
     ],
@@ -540,6 +598,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "gone.yaml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load(tmp_path)
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(ConfigError, match="no file can have this name"):
+            load(name)
     (tmp_path / "latin").write_bytes(b"a: \xff")
     with pytest.raises(ConfigError, match="not UTF-8 text"):
         load(tmp_path / "latin")
@@ -590,3 +651,39 @@ def test_vllm_names_stay_with_other_types() -> None:
     extra = {"type": "other", "n_read_threads": 3}
     (tier,) = parse_extra_config({"capacity_bytes": "1GiB", "tiers": [extra]}).tiers
     assert tier.options == {"n_read_threads": 3}
+
+
+def test_what_vllms_peer_tier_has_and_means_nothing_here_is_passed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    theirs = {"backends": ["UCX"], "num_threads": 4, "unbound_store_timeout_s": 180}
+    tier = {"type": "p2p", "host": "10.0.0.7", "port": 5711, **theirs}
+    (found,) = parse_extra_config({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]}).tiers
+    assert found.options == {"host": "10.0.0.7", "port": 5711}
+    words = [record.getMessage().partition(" is passed over: ") for record in caplog.records]
+    assert [first for first, _, _ in words] == [f"secondary_tiers[0].{key}" for key in theirs]
+    assert all(why for _, _, why in words)
+
+
+def test_vllms_variables_say_where_a_peer_tier_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(**keys: Any) -> dict[str, Any]:
+        tiers = [{"type": "p2p", **keys}, {"type": "fs", "root_dir": "/d"}]
+        found = parse_extra_config({"cpu_bytes_to_use": 1, "secondary_tiers": tiers}).tiers
+        assert found[1].options == {"root_dir": "/d"}
+        return found[0].options
+
+    monkeypatch.delenv("VLLM_P2P_SIDE_CHANNEL_HOST", raising=False)
+    monkeypatch.delenv("VLLM_P2P_SIDE_CHANNEL_PORT", raising=False)
+    assert options() == {}
+    monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_HOST", "fd00::7")
+    monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_PORT", "5720")
+    assert options() == {"host": "fd00::7", "port": 5720}
+    assert options(host="10.0.0.7") == {"host": "10.0.0.7", "port": 5720}
+    assert options(port=5711) == {"host": "fd00::7", "port": 5711}
+    monkeypatch.setenv("VLLM_P2P_SIDE_CHANNEL_PORT", "70000")
+    with pytest.raises(ConfigError, match="VLLM_P2P_SIDE_CHANNEL_PORT: '70000' is no port"):
+        options()
+    assert options(port=5711)["port"] == 5711
+    # A file that says where means it.
+    (tier,) = parse({"capacity_bytes": 1, "tiers": [{"type": "p2p"}]}).tiers
+    assert tier.options == {}

@@ -22,7 +22,7 @@ RUST_SYMBOLS = (b"rust_eh_personality", b"rust_begin_unwind", b"/rustc/", b"__ru
 
 def declared() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return list(project["dependencies"])
+    return [*project["dependencies"], *project["optional-dependencies"]["ucx"]]
 
 
 def closure(
@@ -69,7 +69,9 @@ def rust_in(distribution: metadata.Distribution) -> list[str]:
 
 def test_no_run_time_dependency_is_built_in_rust() -> None:
     found = closure(declared(), metadata.requires)
-    assert {"msgspec", "numpy", "prometheus-client", "pyyaml", "uvloop"} <= set(found)
+    assert {"libucx-cu12", "msgspec", "numpy", "prometheus-client", "pyyaml", "uvloop"} <= set(
+        found
+    )
     for name, chain in found.items():
         distribution = metadata.distribution(name)
         assert distribution.files, f"{name} has no list of files to look through"

@@ -176,7 +176,7 @@ def test_no_file_is_divided_by_rulers() -> None:
 
 
 PROBE = """
-import importlib, pkgutil, sys
+import importlib, importlib.util, pkgutil, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -184,10 +184,13 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
+heavy = ["kvtier.device.cuda"]
+if importlib.util.find_spec("kvtier._core.ucx") is None:
+    heavy.append("kvtier.tiers.p2p.ucx")  # whoever uses it handles its absence
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{name}."):
-        if not info.name.endswith("__main__") and not info.name.startswith("kvtier.device.cuda"):
+        if not info.name.endswith("__main__") and not info.name.startswith(tuple(heavy)):
             importlib.import_module(info.name)
 print(*(name for name in sys.modules if name.partition(".")[0] in ("torch", "vllm")))
 """

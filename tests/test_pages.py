@@ -17,6 +17,11 @@ from kvtier.options import UNITS, decode_options
 from kvtier.tiers import registry
 from kvtier.tiers.example import ExampleOptions
 from kvtier.tiers.fs import FsOptions
+from kvtier.tiers.fs.metrics import METRICS as FS_METRICS
+from kvtier.tiers.obj.metrics import METRICS as OBJ_METRICS
+from kvtier.tiers.obj.options import ObjOptions
+from kvtier.tiers.p2p.metrics import METRICS as P2P_METRICS
+from kvtier.tiers.p2p.options import P2pOptions
 from tests import pages
 
 CONFIGS = sorted((pages.ROOT / "configs").glob("*.yaml"))
@@ -24,7 +29,8 @@ DEFAULT = pages.ROOT / "configs" / "default.yaml"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_example_fits(path: Path) -> None:
+def test_every_example_fits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_TOKEN", "a-token")
     config = load(path)
     for index, tier in enumerate(config.tiers):
         registry.check_options(tier, f"tiers[{index}]")
@@ -69,6 +75,8 @@ def test_the_default_file_shows_every_key_of_a_tier_with_its_default() -> None:
     ("heading", "kind", "required"),
     [
         ("Keys of a file tier", FsOptions, {"root_dir"}),
+        ("Keys of an object tier", ObjOptions, {"bucket"}),
+        ("Keys of a peer tier", P2pOptions, set()),
         ("Keys of the example tier", ExampleOptions, set()),
     ],
 )
@@ -99,7 +107,7 @@ def test_the_page_of_metrics_is_current() -> None:
 
 
 def test_the_page_of_metrics_asks_for_metrics_that_exist() -> None:
-    names = {definition.name for definition in METRICS}
+    names = {definition.name for definition in (*METRICS, *FS_METRICS, *OBJ_METRICS, *P2P_METRICS)}
     asked = set(re.findall(r"kvtier_[a-z_]+", pages.metrics_page()))
     assert {name.removesuffix("_bucket") for name in asked} == names
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingManager,
+    OffloadPolicy,
     PrepareStoreOutput,
     RequestOffloadingContext,
     TierFilter,
@@ -36,9 +37,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier._core.prompt import PromptAnswers
 from kvtier.engine.engine import Engine
+from kvtier.engine.offers import Offers
 from kvtier.errors import InternalError, TierLostError
 from kvtier.types import GROUP_BYTES, Lookup, RequestContext, TierMatch, key_group
 from kvtier.vllm.outlets import EventOutlet, StatsOutlet
+from kvtier.vllm.peers import PeerParams
 from kvtier.vllm.transfers import SlotTransfer
 
 if TYPE_CHECKING:
@@ -110,6 +113,17 @@ class _Load:
         self.transfer = transfer
 
 
+class _Walk:
+    """Keys that vLLM asks for one after the other; its context keeps them."""
+
+    __slots__ = ("ends", "keys")
+
+    def __init__(self, keys: list[bytes], ends: int) -> None:
+        self.keys = keys
+        self.ends = ends
+        """End positions of the request's keys that were known: more may come."""
+
+
 class KVTierManager(PromptAnswers, OffloadingManager):
     """Host memory and tiers of one engine.
 
@@ -122,6 +136,10 @@ class KVTierManager(PromptAnswers, OffloadingManager):
         Whether vLLM takes events.
     replica : int
         Data-parallel rank.
+    store_threshold : int
+        Offers after which a chunk is stored; from 2 on they are counted.
+    max_tracker_size : int
+        Chunks whose offers are counted.
 
     Raises
     ------
@@ -130,12 +148,20 @@ class KVTierManager(PromptAnswers, OffloadingManager):
     """
 
     def __init__(
-        self, region: Region, config: Config, *, events: bool = False, replica: int = 0
+        self,
+        region: Region,
+        config: Config,
+        *,
+        events: bool = False,
+        replica: int = 0,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
     ) -> None:
         other = CacheHitSource.EXTERNAL_UNSPECIFIED
         sources = [_SOURCES.get(tier.type, other) for tier in config.tiers]
         PromptAnswers.__init__(self, LookupResult.HIT, CacheHitSource.HOST, sources)
         self.region = region
+        self._peers = PeerParams(config.tiers)
         self.engine = Engine(config, region, own_region=True, replica=replica)
         # Before the start: a level that never changes afterwards is told then and not again.
         self._stats = StatsOutlet(self.engine)
@@ -145,6 +171,8 @@ class KVTierManager(PromptAnswers, OffloadingManager):
             region.close()
             raise
         self._events = EventOutlet(self.engine) if events else None
+        self._store_threshold = store_threshold
+        self._offers = Offers(max_tracker_size) if store_threshold > 1 else None
         groups = region.geometry.groups
         self._chunk_tokens = [group.block_tokens * group.blocks_per_chunk for group in groups]
         self._windowed = [group.window_chunks is not None for group in groups]
@@ -178,7 +206,7 @@ class KVTierManager(PromptAnswers, OffloadingManager):
                 return LookupResult.HIT
         if self._ended:
             self._settle()
-        context = _context(req_context)
+        context = self._context(req_context)
         keys = self._walk(key, req_context)
         if len(keys) < 2:
             return _ANSWERS[self.engine.lookup(key, context)]
@@ -208,6 +236,9 @@ class KVTierManager(PromptAnswers, OffloadingManager):
         params = req_context.kv_transfer_params
         if params and params.get("max_load_tokens") is not None:
             return []  # the rest would be loaded in vain
+        walk: _Walk | None = req_context.get_state(_Walk)
+        if walk is not None and walk.ends == len(ends) and walk.keys[0] == key:
+            return walk.keys  # a prompt that waits is asked for in each step
         tokens = self._chunk_tokens[group]
         keys = list(ends)
         if len(self._windowed) > 1:
@@ -215,28 +246,39 @@ class KVTierManager(PromptAnswers, OffloadingManager):
             suffix = key[-GROUP_BYTES:]
             keys = [one for one in keys if one.endswith(suffix) and ends[one] % tokens == 0]
         start = ends[key] // tokens - 1
-        return keys[start:] if 0 <= start < len(keys) and keys[start] == key else []
+        if not (0 <= start < len(keys) and keys[start] == key):
+            return []
+        walk = _Walk(keys[start:], len(ends))
+        req_context.set_state(walk)
+        return walk.keys
 
     def _find_sources(self, req_context: ReqContext) -> None:
-        self.keep_sources(req_context, self.engine.sources(_context(req_context)))
+        self.keep_sources(req_context, self.engine.sources(self._context(req_context)))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Chunk by chunk is how everything is stored; no tier here needs whole requests."""
-        self.engine.on_new_request(_context(req_context))
-        return RequestOffloadingContext()
+        """What is computed is stored, chunk by chunk. Where a peer waits, so is what vLLM finds on
+        the accelerator: host memory may have lost it."""
+        context = self._context(req_context)
+        self.engine.on_new_request(context)
+        whole = OffloadPolicy.REQUEST_LEVEL if context.serves else OffloadPolicy.CHUNK_LEVEL
+        return RequestOffloadingContext(whole)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Slots for the absent chunks of `keys`, in order, as far as they go.
+        """Slots for the absent chunks of `keys` that have been offered often enough, in order, as
+        far as they go.
 
         What found no slot is not offered again by vLLM once the request has moved on: None would
         make it offer all keys in every step, with a warning each time.
         """
         self.forget()
         self._settle()
-        context = _context(req_context)
-        reservation = self.engine.reserve(list(keys), context)
+        context = self._context(req_context)
+        wanted = offered = list(keys)
+        if self._offers is not None and not context.serves:
+            wanted = self._often_offered(offered, self._offers)
+        reservation = self.engine.reserve(wanted, context, offered)
         taken, slots = reservation.keys, reservation.slots
         first = self._next_transfer
         if taken:
@@ -249,6 +291,12 @@ class KVTierManager(PromptAnswers, OffloadingManager):
             store_spec=SlotTransfer(slots, self._groups(taken), first, len(taken)),
             evicted_keys=reservation.evicted,
         )
+
+    def _often_offered(self, keys: list[bytes], offers: Offers) -> list[bytes]:
+        """Those to store. What is there stays among them, so that it is not evicted for others."""
+        offers.add(keys)
+        least, holds = self._store_threshold, self.engine.holds
+        return [key for key in keys if offers.count(key) >= least or holds(key)]
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -274,7 +322,7 @@ class KVTierManager(PromptAnswers, OffloadingManager):
 
     def _groups(self, keys: Sequence[bytes]) -> Sequence[int]:
         """KV cache group of each key."""
-        return [0] * len(keys) if len(self._windowed) == 1 else [key_group(key) for key in keys]
+        return (0,) * len(keys) if len(self._windowed) == 1 else [key_group(key) for key in keys]
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin chunks that ``lookup`` has found.
@@ -287,7 +335,7 @@ class KVTierManager(PromptAnswers, OffloadingManager):
         if req_context.req_id in self._loads:
             raise InternalError(f"request {req_context.req_id} already loads")
         wanted = list(keys)
-        slots, generations = self.engine.pin(wanted, _context(req_context))
+        slots, generations = self.engine.pin(wanted, self._context(req_context))
         if self._events is not None:
             self._events.loaded(wanted)
         number = self._next_transfer
@@ -300,11 +348,11 @@ class KVTierManager(PromptAnswers, OffloadingManager):
         load = self._loads.pop(req_context.req_id, None)
         if load is None:
             raise InternalError(f"load of request {req_context.req_id} completed twice")
-        self.engine.unpin(load.slots, load.generations, _context(req_context))
+        self.engine.unpin(load.slots, load.generations, self._context(req_context))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """These chunks count as used when the request finishes."""
-        self.engine.touch(list(keys), _context(req_context))
+        self.engine.touch(list(keys), self._context(req_context))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Count one access to the chunks of the request.
@@ -314,7 +362,7 @@ class KVTierManager(PromptAnswers, OffloadingManager):
         """
         self.forget()
         self.forget_sources()
-        context = _context(req_context)
+        context = self._context(req_context)
         self.engine.finish_request(context, context.positions)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -394,22 +442,23 @@ class KVTierManager(PromptAnswers, OffloadingManager):
             for load in loads:
                 self.engine.unpin(load.slots, load.generations)
 
+    def _context(self, req_context: ReqContext) -> RequestContext:
+        """The engine's view of a request; vLLM's keeps it."""
+        return req_context.get_state(RequestContext) or self._new_context(req_context)
 
-def _context(req_context: ReqContext) -> RequestContext:
-    """The engine's view of a request; vLLM's keeps it."""
-    return req_context.get_state(RequestContext) or _new_context(req_context)
-
-
-def _new_context(req_context: ReqContext) -> RequestContext:
-    wanted = req_context.load_tier_filter
-    context = RequestContext(
-        req_context.req_id,
-        load_tiers=None if wanted is TierFilter.ALL else _matches(wanted),
-        # vLLM goes on filling it; it has no public list of a request's keys.
-        positions=req_context._offload_key_positions,
-    )
-    req_context.set_state(context)
-    return context
+    def _new_context(self, req_context: ReqContext) -> RequestContext:
+        wanted = req_context.load_tier_filter
+        peer, serves = self._peers.read(req_context.kv_transfer_params)
+        context = RequestContext(
+            req_context.req_id,
+            load_tiers=None if wanted is TierFilter.ALL else _matches(wanted),
+            peer=peer,
+            serves=serves,
+            # vLLM goes on filling it; it has no public list of a request's keys.
+            positions=req_context._offload_key_positions,
+        )
+        req_context.set_state(context)
+        return context
 
 
 def _matches(wanted: TierFilter) -> tuple[TierMatch, ...]:

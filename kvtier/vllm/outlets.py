@@ -191,7 +191,7 @@ def _offloading_event(event: Event, tier: str, removed: bool) -> OffloadingEvent
         keys=[],
         medium=Medium(event.medium),
         removed=removed,
-        locality=None if host else Locality(event.locality),
+        locality=None if host or event.locality is None else Locality(event.locality),
         ownership=None if host else tier,
         # A tier may drop chunks that nobody here hears of (another instance evicts them).
         removal_expected=host,

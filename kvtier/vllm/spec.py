@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvtier.config import Config, parse_extra_config
+from kvtier.config import VLLMConfig, parse_extra_config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
 from kvtier.namespace import merged
@@ -62,7 +62,7 @@ def region_name(engine_id: str) -> str:
     return f"kvtier-{engine_id}"
 
 
-def spec_config(extra: Mapping[str, Any]) -> Config:
+def spec_config(extra: Mapping[str, Any]) -> VLLMConfig:
     """Configuration from ``kv_connector_extra_config``, the tiers' own options included.
 
     Raises
@@ -198,9 +198,24 @@ class KVTierOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         self.settings = spec_config(config.extra_config)
         self.region_name = region_name(config.engine_id)
+        self._registered = False
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Create the region, or join it, and sign with this rank."""
+        """Create the region, or join it, and sign with this rank.
+
+        Raises
+        ------
+        ConfigError
+            If this rank cannot take part, or has tensors already.
+        """
+        if self._registered:
+            # The connector of the first engine would copy from and to the tensors of the second.
+            raise ConfigError(
+                "this process has made an engine with offloading before, which still runs or did "
+                "not start, and vLLM keeps one connector for a whole process: end that engine "
+                "first, or give each a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1, "
+                "vLLM's default)"
+            )
         config = self.config
         vllm_config = get_current_vllm_config()
         areas = None
@@ -252,6 +267,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             # The manager sees the slots that have memory by now, and more with each step.
             region.populate(lambda available: None)
         worker = TransferWorker(region, pages, parallel.rank)
+        self._registered = True
         logger.info(
             "kvtier: rank %d of %d signed region %s: %d slots of %d bytes, payload by group %s, "
             "slots a chunk by group %s, %s",
@@ -276,6 +292,8 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self.settings,
             events=self.kv_events_config.enable_kv_cache_events,
             replica=self.config.parallel.data_parallel_index,
+            store_threshold=self.settings.store_threshold,
+            max_tracker_size=self.settings.max_tracker_size,
         )
         logger.info(
             "kvtier: manager attached to region %s: %d slots, namespace %s",

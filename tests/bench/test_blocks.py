@@ -302,7 +302,12 @@ def test_a_pending_promotion_holds_no_block(tmp_path: Path, isolation: str, poin
                 if steps[0] >= 5:
                     source.due.extend(prompt(f"other{i}") for i in range(OTHERS))
                     phase[0] = "others"
-            elif len(standin.finished) == OTHERS and not server.stream.outstanding:
+            elif (
+                len(standin.finished) == OTHERS
+                # The last one's blocks come back in the step after, with what it stores or not.
+                and not standin._offers
+                and not server.stream.outstanding
+            ):
                 # All that came later have run to their end, several times the accelerator's size.
                 assert standin.pool.num_free == free
                 pending_answers.extend(watched.answers)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.engine import Processes
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
@@ -37,6 +39,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
     yield build
     shutil.rmtree(root)
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """For engines with all in one process."""
+    with Processes(tmp_path_factory.mktemp("processes")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

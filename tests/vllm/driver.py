@@ -51,6 +51,8 @@ class Driver:
         self.found: dict[str, list[tuple[int, int]]] = defaultdict(list)
         """Each time that it was given blocks for a load: tokens that the device had, and loaded."""
         self.finished: dict[str, dict[str, Any]] = {}
+        self.answered: dict[str, float] = {}
+        """When each of them ended."""
         self._watch()
 
     def _watch(self) -> None:
@@ -127,6 +129,7 @@ class Driver:
                         "cached": output.num_cached_tokens,
                     }
         self.finished |= ended
+        self.answered |= dict.fromkeys(ended, time.monotonic())
         return ended
 
     def timed(self, span: float) -> list[tuple[float, int]]:

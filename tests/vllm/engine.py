@@ -16,6 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ class Engine:
 
     def __init__(self, log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
+        self.since = 0
+        """Where in the log it begins what ``text`` gives."""
         ours, theirs = socket.socketpair()
         ours.settimeout(CALL_SECONDS)
         env = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
@@ -96,6 +100,10 @@ class Engine:
             raise EngineError(f"{method}: {reply['error']}\n{self.tail()}")
         return reply["result"]
 
+    def text(self) -> str:
+        """vLLM's log since the process was lent."""
+        return self.log.read_bytes()[self.since :].decode(errors="replace")
+
     def tail(self) -> str:
         """The end of vLLM's log."""
         return self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
@@ -120,14 +128,60 @@ class Engine:
             self._socket.close()
 
 
+class Processes:
+    """A process that has loaded vLLM, lent to one test after the other.
+
+    Most of an engine's start is loading vLLM, which a process does once; each test has an engine
+    of its own in it. Where a test failed the process is not lent again. Then, and while it is
+    lent, each caller gets a process of its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+        self._idle: Engine | None = None
+
+    def __enter__(self) -> Processes:
+        self._idle = self._make()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._idle is not None:
+            self._idle.close()
+
+    def _make(self) -> Engine:
+        self._made += 1
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        return Engine(self._folder / f"log-{self._made}", environment)
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Engine]:
+        """A process without an engine; one that it has at the end is ended."""
+        engine, self._idle = self._idle, None
+        if engine is None:
+            with self._make() as engine:
+                yield engine
+            return
+        engine.since = engine.log.stat().st_size
+        try:
+            yield engine
+            engine.call("stop", 60.0)
+        except BaseException:
+            engine.close()
+            raise
+        self._idle = engine
+
+
 class Host:
     """The child's side: one vLLM engine and the methods that tests call."""
 
     def __init__(self) -> None:
         self.llm: Any = None
         self.driver: Any = None
+        self.subscriber: Any = None
         self.contexts: list[Any] = []
         """Of the requests in order, once ``note_requests`` was called."""
+        self.noted: dict[str, list[Any]] = {}
 
     def start(
         self,
@@ -241,6 +295,38 @@ class Host:
             if key in ready:
                 found[int.from_bytes(key[-4:], "big")].append(key.hex())
         return found
+
+    def note_times(self) -> None:
+        """From now on keep when chunks become ready here, and what a request that a peer waits for
+        has left when it ends; see ``times``."""
+        engine = self._manager().engine
+        commit, finish = engine.commit, engine.finish_request
+        loads = engine._planner.loads
+        adopt = loads._adopt
+        self.noted = noted = {"computed": [], "loaded": [], "ends": []}
+
+        def note_commit(keys: Any, context: Any) -> Any:
+            ready = commit(keys, context)
+            noted["computed"] += [time.monotonic()] * len(ready)
+            return ready
+
+        def note_adopt(record: Any, message: Any, *args: Any) -> None:
+            adopt(record, message, *args)
+            noted["loaded"] += [time.monotonic()] * len(message.slots[::8])
+
+        def note_finish(context: Any, *args: Any) -> None:
+            if context.serves:
+                held = [engine._lookup(key) for key in context.positions]
+                noted["ends"].append({"missing": held.count(0), "writing": held.count(1)})
+            finish(context, *args)
+
+        engine.commit, engine.finish_request = note_commit, note_finish
+        loads._adopt = note_adopt
+
+    def times(self) -> dict[str, Any]:
+        """When each chunk was computed or loaded, when requests ended (all on CLOCK_MONOTONIC), and
+        how many chunks were missing, or still being written, as vLLM told the end of one."""
+        return self.noted | {"answered": self.driver.answered}
 
     def drop(self, keys: list[str]) -> int:
         """Take chunks out of host memory, as an eviction does; how many went."""
@@ -371,6 +457,20 @@ class Host:
             "padding": value("kvtier_host_padding_ratio"),
         }
 
+    def counters(self, name: str) -> dict[str, float]:
+        """Series of one of kvtier's metrics, by the values of their labels, as of now."""
+        engine = self._manager().engine
+        engine.end_step()
+        return {" ".join(labels): one for labels, one in engine.registry.series(name).items()}
+
+    def service(self) -> int:
+        """Process of the tier service; 0 without one."""
+        return int(self._manager().engine._supervisor.carrier.pid)
+
+    def threads(self) -> list[str]:
+        """Names of this process's threads."""
+        return [thread.name for thread in threading.enumerate()]
+
     def metrics(self) -> str:
         """What vLLM's ``/metrics`` would say, in Prometheus' text format."""
         from prometheus_client import REGISTRY, generate_latest  # lazy: vLLM's own registry
@@ -425,6 +525,34 @@ class Host:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = self.driver = None
             self.contexts.clear()
+        if self.subscriber is not None:
+            self.subscriber.close()
+            self.subscriber = None
+        from prometheus_client import REGISTRY  # lazy: vLLM's own registry
+
+        # Before the next engine vLLM takes out its own, and knows nothing of these.
+        for collector in set(REGISTRY._names_to_collectors.values()):
+            if getattr(collector, "_name", "").startswith("kvtier_"):
+                REGISTRY.unregister(collector)
+
+
+def series(text: str) -> dict[tuple[str, str, str], float]:
+    """(name, tier, other labels in order) to value of kvtier's series."""
+    # lazy: the child has no use for it
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("kvtier_"):
+                labels = dict(sample.labels)
+                assert labels.pop("engine") == "0"
+                labels.pop("model_name")
+                tier = labels.pop("tier", "")
+                found[sample.name, tier, " ".join(labels[key] for key in sorted(labels))] = (
+                    sample.value
+                )
+    return found
 
 
 @contextlib.contextmanager

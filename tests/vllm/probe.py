@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -184,8 +185,12 @@ class Probe(Damage):
         self.kvt_worker().jobs.engine.load = fail
 
     def kvt_slow_copies(self, seconds: float) -> None:
-        """From now on every copy begins so much later, on a thread of its own."""
+        """From now on every copy begins so much later, on a thread of its own; 0: as before."""
         engine = self.kvt_worker().jobs.engine
+        plain = vars(self).setdefault("kvt_plain_copies", (engine.store, engine.load))
+        engine.store, engine.load = plain
+        if not seconds:
+            return
 
         def slow(copy: Any) -> Any:
             def later(*args: Any) -> Future[int]:
@@ -203,6 +208,18 @@ class Probe(Damage):
             return later
 
         engine.store, engine.load = slow(engine.store), slow(engine.load)
+
+    def kvt_slow_steps(self, seconds: float) -> None:
+        """From now on every step that computes takes so much longer; 0: as before."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        plain = vars(self).setdefault("kvt_plain_step", runner.execute_model)
+
+        def slow(step: Any, *args: Any, **named: Any) -> Any:
+            if step.total_num_scheduled_tokens:
+                time.sleep(seconds)
+            return plain(step, *args, **named)
+
+        runner.execute_model = slow if seconds else plain
 
     def kvt_wipe(self) -> None:
         """Overwrite every accelerator block, so that only a load can bring old bytes back."""

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family of models reloads exactly: from host memory, from files, and after a restart.
 
-Two processes hold the engines, one after the other. In the first one prompts are answered cold,
-from the device's own cache (the control), from host memory and from the files; there the damage is
-done too. The second one starts over the files that the first one has left. The device's blocks are
-overwritten before each reload, and counters say where its bytes came from.
+In one process prompts are answered cold, from the device's own cache (the control), from host
+memory and from the files; there the damage is done too. Then its files are read by another one:
+after its end, or beside it. The device's blocks are overwritten before each reload, and counters
+say where its bytes came from.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 
 from kvtier.host import region
 from kvtier.tiers.fs.naming import chunk_path
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Processes
 from tests.vllm.models import FAMILIES
 from tests.vllm.test_slice import environment, prompt
 
@@ -72,8 +74,8 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 class Source(msgspec.Struct, frozen=True):
     """Where the bytes of a run came from."""
 
-    files: int
-    """Chunks promoted from the file tier."""
+    promoted: int
+    """Chunks promoted from the tier."""
     loads: list[list[int]]
     """Chunks and blocks loaded from host memory, by group."""
     loaded_bytes: int
@@ -81,7 +83,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Served:
-    """An engine of a case, one after the other in the two processes.
+    """An engine of a case.
 
     Attributes
     ----------
@@ -95,11 +97,19 @@ class Served:
         Digests of the device's blocks after the cold run, as each group sees them.
     """
 
-    def __init__(self, case: Case, model: Path, shm: Path, files: Path) -> None:
+    def __init__(
+        self,
+        case: Case,
+        model: Path,
+        shm: Path,
+        files: Path,
+        tier: dict[str, Any] | None = None,
+    ) -> None:
         self.case = case
         self.model = model
         self.shm = shm
         self.files = files
+        self.tier = tier or {"type": "fs", "root_dir": str(files), "capacity_bytes": "1GiB"}
         self.engine: Engine | None = None
 
     def start(self, engine: Engine, device_cache: bool) -> None:
@@ -115,9 +125,7 @@ class Served:
                 "blocks_per_chunk": case.blocks_per_chunk,
                 "directory": str(self.shm),
                 "on_reset": "keep",
-                "secondary_tiers": [
-                    {"type": "fs", "root_dir": str(self.files), "capacity_bytes": "1GiB"}
-                ],
+                "secondary_tiers": [self.tier],
             },
         )
         engine.call("note_requests")
@@ -182,13 +190,14 @@ class Served:
         self.probe("kvt_wipe")
 
     def empty_host(self) -> None:
-        """Host memory forgets everything; the files stay."""
+        """Host memory forgets everything; the tier keeps it."""
         self.call("settle")
         assert self.call("reset", connector=True)
         assert self.call("settle")["ready"] == 0
 
     def source(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Source]:
         """An answer, and where its prefix came from."""
+        name = self.tier["type"]
         before = self.call("settle")
         loaded = self.probe("kvt_state")["loaded_bytes"]
         self.probe("kvt_loads")
@@ -196,14 +205,14 @@ class Served:
         loads = self.probe("kvt_loads")
         after = self.call("settle")
         return answer, Source(
-            after["tier_hits"]["fs"] - before["tier_hits"]["fs"],
+            after["tier_hits"][name] - before["tier_hits"][name],
             loads,
             self.probe("kvt_state")["loaded_bytes"] - loaded,
             sum(after["corrupt"].values()) - sum(before["corrupt"].values()),
         )
 
     def reload(self, files: bool = False, tokens: list[int] | None = None) -> dict[str, Any]:
-        """The prompt, with its prefix from host memory, or from `files` alone."""
+        """The prompt, with its prefix from host memory, or from the tier's `files` alone."""
         if files:
             self.empty_host()
         self.empty_device()
@@ -211,7 +220,7 @@ class Served:
         answer, source = self.source(lambda: self.run(tokens))
         assert answer["cached"] == cached
         assert source == Source(
-            files=sum(chunks for chunks, _ in loads) if files else 0,
+            promoted=sum(chunks for chunks, _ in loads) if files else 0,
             loads=loads,
             loaded_bytes=sum(
                 blocks * size for (_, blocks), size in zip(loads, self.block_bytes, strict=True)
@@ -280,7 +289,7 @@ class Served:
         self.written = [now - before for now, before in zip(self.digests(), wiped, strict=True)]
         self.control, source = self.source(self.run)
         assert self.control["cached"] == self.cached
-        assert source.files == source.loaded_bytes == 0
+        assert source.promoted == source.loaded_bytes == 0
         assert self.call("chunks") == self.keys
         self.run(self.a_prompt(2))
         self.call("settle")
@@ -288,44 +297,63 @@ class Served:
         assert list(map(len, self.other)) == self.chunks
 
 
+class Pair:
+    """Two processes. Most of an engine's start is loading vLLM, which a process does once."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._made = 0
+        self._writer: Engine | None = None
+        self.reader = self._make()
+
+    def _make(self) -> Engine:
+        self._made += 1
+        return Engine(self._logs / str(self._made), environment(1))
+
+    @property
+    def writer(self) -> Engine:
+        """Another one where the last has ended."""
+        if self._writer is None:
+            self._writer = self._make()
+        return self._writer
+
+    def end_writer(self) -> None:
+        """Its process, too."""
+        if self._writer is not None:
+            self._writer.close()
+            assert self._writer.process.returncode is not None
+            self._writer = None
+
+    def close(self) -> None:
+        self.end_writer()
+        self.reader.close()
+
+
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """Most of an engine's start is loading vLLM, which a process does once."""
-    logs = tmp_path_factory.mktemp("engines")
-    with (
-        Engine(logs / "first", environment(1)) as first,
-        Engine(logs / "second", environment(1)) as second,
-    ):
-        yield first, second
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with contextlib.closing(Pair(tmp_path_factory.mktemp("engines"))) as made:
+        yield made
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def served(
     request: pytest.FixtureRequest,
-    processes: tuple[Engine, Engine],
+    pair: Pair,
     checkpoint: Callable[[str], Path],
     shm_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """In the first process, with host memory and files filled."""
+    """In the writer's process, with host memory and files filled."""
     case = request.param
     files = tmp_path_factory.mktemp("files")
     made = Served(case, checkpoint(case.family), shm_directory, files)
-    made.start(processes[0], device_cache=True)
+    made.start(pair.writer, device_cache=True)
     try:
         made.prepare()
         yield made
     finally:
         made.stop()
         shutil.rmtree(files)
-
-
-@pytest.fixture(scope="module")
-def restarted(served: Served, processes: tuple[Engine, Engine]) -> Served:
-    """In the second process, which finds the files alone; as vLLM starts without the tests."""
-    served.stop()
-    served.start(processes[1], device_cache=False)
-    return served
 
 
 def test_latent_rows_of_two_ranks(
@@ -382,13 +410,13 @@ def test_latent_rows_of_two_ranks(
 
 
 def test_steps_that_end_inside_a_chunk_of_a_window(
-    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """A window of 256 tokens, blocks of 128, steps of 960. A chunk as long as the window is stored
     whatever the steps; of a longer one vLLM has overwritten the beginning before it was whole, and
     it is a miss, never half a hit."""
     tokens = prompt(5, 2100)
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
 
         def run(seed: list[int]) -> dict[str, Any]:
             (answer,) = engine.call("generate", prompts=[seed], max_tokens=4)
@@ -472,7 +500,7 @@ def test_only_what_host_memory_lacks_comes_from_files(served: Served) -> None:
         served.empty_device()
         answer, source = served.source(served.run)
         assert answer["cached"] == served.cached
-        assert source.files == len(keys)
+        assert source.promoted == len(keys)
         assert [chunks for chunks, _ in source.loads] == served.chunks
         assert same(answer, served.control)
 
@@ -486,7 +514,7 @@ def test_groups_come_back_together_or_not_at_all(served: Served) -> None:
         served.path(needed).unlink()
         assert served.call("drop", keys=[needed]) == 1
         answer, source = served.recompute()
-        assert source.files == 0
+        assert source.promoted == 0
         assert same(answer, served.cold)
         # It has been stored again.
         assert same(served.reload(), served.control)
@@ -556,8 +584,21 @@ def test_little_of_a_full_host_memory_is_padding(served: Served) -> None:
 
 
 @pytest.mark.fault("K03")
-def test_after_a_restart_in_another_process(restarted: Served) -> None:
-    served = restarted
+def test_another_process_reads_the_files(served: Served, pair: Pair) -> None:
+    """The writer's own successor, or an instance beside the writer. A start costs some seconds, so
+    that each family has the one with chunks of one block and the other with chunks of four."""
+    if served.case.blocks_per_chunk == 1:
+        after_a_restart(served, pair)
+    else:
+        beside_the_writer(served, pair)
+
+
+def after_a_restart(served: Served, pair: Pair) -> None:
+    """The engine and its process have ended before the next engine is made; that one finds the
+    files alone, and starts as vLLM does without the tests."""
+    served.stop()
+    pair.end_writer()
+    served.start(pair.reader, device_cache=False)
     answer = served.reload(files=True)
     assert same(answer, served.control)
     served.assert_same_bytes()
@@ -565,5 +606,24 @@ def test_after_a_restart_in_another_process(restarted: Served) -> None:
         path.unlink()
     served.empty_host()
     answer, source = served.recompute()
-    assert source.files == 0
+    assert source.promoted == 0
     assert same(answer, served.cold)
+
+
+def beside_the_writer(served: Served, pair: Pair) -> None:
+    """What was there when the reader started, and what is written while it runs."""
+    reader = copy.copy(served)
+    reader.start(pair.reader, device_cache=False)
+    try:
+        assert same(reader.reload(files=True), served.control)
+        reader.assert_same_bytes()
+        later = served.a_prompt(90)
+        assert served.run(later)["cached"] == 0
+        control = served.run(later)
+        assert control["cached"] == served.cached
+        served.call("settle")
+        assert same(reader.reload(files=True, tokens=later), control)
+        # The writer is none the worse for it.
+        assert same(served.reload(files=True), served.control)
+    finally:
+        pair.reader.call("stop")

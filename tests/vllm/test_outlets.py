@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
@@ -12,38 +13,21 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.vllm.engine import Engine
-from tests.vllm.test_slice import BLOCK_TOKENS, environment, prompt
-from tests.vllm.test_tiers import CHUNKS, Served, options
+from tests.vllm.engine import Engine, Processes, series
+from tests.vllm.test_slice import BLOCK_TOKENS, prompt
+from tests.vllm.test_tiers import CHUNK_BYTES, CHUNKS, FILLERS, Served, options
 
 pytestmark = [pytest.mark.vllm]
 
-CHUNK_BYTES = 256 << 10
 
-
-def series(text: str) -> dict[tuple[str, str, str], float]:
-    """(name, tier, other labels in order) to value of kvtier's series."""
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith("kvtier_"):
-                labels = dict(sample.labels)
-                assert labels.pop("engine") == "0"
-                labels.pop("model_name")
-                tier = labels.pop("tier", "")
-                found[sample.name, tier, " ".join(labels[key] for key in sorted(labels))] = (
-                    sample.value
-                )
-    return found
-
-
+@pytest.mark.fault("M14")
 @pytest.mark.slow
 def test_metrics_and_events_of_a_known_load(
-    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     files = tmp_path / "files"
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         arguments = options(checkpoint("full"), own_shm_directory, files)
         arguments["extra"]["secondary_tiers"][0]["enable_kv_events"] = True
         arguments["extra"]["secondary_tiers"][0]["name"] = "disk"
@@ -75,10 +59,10 @@ def test_metrics_and_events_of_a_known_load(
         for event in stored:
             place = (event["medium"], event["locality"], event["ownership"])
             by_place.setdefault(place, set()).update(event["hashes"])
-        assert set(by_place) == {("CPU", None, None), ("STORAGE", "LOCAL", "disk")}
+        assert set(by_place) == {("CPU", None, None), ("STORAGE", None, "disk")}
         host = by_place["CPU", None, None]
         assert len(host) == CHUNKS
-        assert by_place["STORAGE", "LOCAL", "disk"] == host
+        assert by_place["STORAGE", None, "disk"] == host
 
         one.empty_host()
         one.forget_device()
@@ -89,14 +73,70 @@ def test_metrics_and_events_of_a_known_load(
         assert after["kvtier_lookup_chunks_total", "disk", "hit"] == CHUNKS
         assert after["kvtier_lookup_chunks_total", "disk", "hit"] == state["tier_hits"]["disk"]
         assert after["kvtier_transfer_bytes_total", "disk", "load"] == CHUNKS * CHUNK_BYTES
-        assert after["kvtier_evicted_total", "", ""] >= CHUNKS
-        removed = {
-            one
-            for event in engine.call("events")
-            if event["removed"] and event["medium"] == "CPU"
-            for one in event["hashes"]
+        events += engine.call("events")
+        held: set[str] = set()
+        removed = []
+        for event in events:
+            for chunk in event["hashes"] if event["medium"] == "CPU" else ():
+                assert (chunk in held) == event["removed"]  # told once, and gone once
+                if event["removed"]:
+                    held.remove(chunk)
+                    removed.append(chunk)
+                else:
+                    held.add(chunk)
+        assert host <= set(removed)
+        assert host <= held
+        assert len(held) == after["kvtier_host_slots", "", "ready"]
+        # The prompt, computed and then from the files, and those that pushed it out in between.
+        assert len(removed) == (2 + FILLERS) * CHUNKS - len(held)
+        assert after["kvtier_evicted_total", "", ""] == len(removed)
+
+
+@pytest.mark.slow
+def test_what_a_tier_evicts_is_told_to_be_gone(
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """With the medium, locality and owner that its store was told with; the rest is there."""
+    endpoint, files, prompts = f"ipc://{tmp_path}/events", tmp_path / "files", 6
+    with processes.lend() as engine:
+        arguments = options(checkpoint("full"), own_shm_directory, files)
+        arguments["extra"]["secondary_tiers"][0] |= {
+            "enable_kv_events": True,
+            "name": "disk",
+            "locality": "REMOTE",
+            "capacity_bytes": 3 * CHUNKS * CHUNK_BYTES,
         }
-        assert removed >= host
+        engine.start(
+            **arguments,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": endpoint,
+            },
+        )
+        engine.call("listen", endpoint=endpoint)
+        one = Served(engine)
+        one.run(prompt(50, 100))  # the subscriber is connected by now
+        engine.call("events")
+        for seed in range(prompts):
+            one.run(prompt(seed))
+            one.settle()
+        told: dict[bool, set[str]] = {True: set(), False: set()}
+        deadline = time.monotonic() + 30.0
+        while True:
+            one.run(prompt(51, 100))  # a step that takes what came after the last one
+            for event in engine.call("events"):
+                if event["medium"] == "STORAGE":
+                    assert (event["locality"], event["ownership"]) == ("REMOTE", "disk")
+                    told[event["removed"]].update(event["hashes"])
+            left = len(told[False] - told[True])
+            if told[True] and left == len(list(files.rglob("*.kv"))):
+                break
+            assert time.monotonic() < deadline, (left, len(told[True]))
+        # Some were refused, while the directory was full.
+        assert len(told[False]) == one.settle()["operations"]["disk store done"] > 3 * CHUNKS
+        assert told[True] < told[False]
+        assert left <= 3 * CHUNKS
 
 
 class Router:
@@ -203,12 +243,12 @@ class Told(Served):
 @pytest.mark.fault("M06", "M07", "M08", "M10")
 @pytest.mark.slow
 def test_what_a_router_learns_of_chunks_of_four_blocks(
-    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     arguments = options(checkpoint("full"), own_shm_directory, tmp_path / "files")
     extra = arguments["extra"] | {"blocks_per_chunk": 4, "self_describing_kv_events": True}
     extra["secondary_tiers"][0]["enable_kv_events"] = True
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         one = Told(engine, arguments | {"extra": extra}, f"ipc://{tmp_path}/first", True)
         queries_count_what_was_asked(one)
         events_name_the_medium_and_all_that_a_router_needs(one)

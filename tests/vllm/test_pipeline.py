@@ -41,10 +41,16 @@ def test_stages_reload_what_each_of_them_has_written(
         def states() -> list[dict[str, Any]]:
             return list(engine.call("rpc", name="kvt_state"))
 
-        def reload() -> list[dict[str, Any]]:
+        def reload_is_as(controls: list[list[dict[str, Any]]]) -> list[bool]:
+            """Load both prompts into an empty device cache; whether a control has the same answer,
+            for each of the two."""
             assert engine.call("reset")
             engine.call("rpc", name="kvt_wipe")
-            return run(1, 2)
+            answers = enumerate(run(1, 2))
+            return [
+                any(same(answer, control[place]) for control in controls)
+                for place, answer in answers
+            ]
 
         started = engine.start(
             model=str(checkpoint("full")),
@@ -64,13 +70,17 @@ def test_stages_reload_what_each_of_them_has_written(
         written = [
             set(digests) for digests in engine.call("rpc", name="kvt_digests", arguments=[0])
         ]
-        control = run(1, 2)
-        assert [answer["cached"] for answer in control] == [FULL_BLOCKS * BLOCK_TOKENS] * 2
+        # The last digits of an answer depend on whether its batch has tokens of the other one too;
+        # two requests of one call are not always scheduled together.
+        controls = [[*run(1), *run(2)], run(1, 2)]
+        while len(controls) < 12 and all(map(same, controls[0], controls[-1])):
+            controls.append(run(1, 2))
+        for control in controls:
+            assert [answer["cached"] for answer in control] == [FULL_BLOCKS * BLOCK_TOKENS] * 2
         assert [state["loaded_chunks"] for state in states()] == [0, 0]
         run(3)  # the last stores go out with the next step
 
-        again = reload()
-        assert all(map(same, again, control))
+        assert reload_is_as(controls) == [True, True]
         for rank, state in enumerate(states()):
             assert state["loaded_chunks"] == 2 * FULL_BLOCKS
             assert state["failed_chunks"] == 0
@@ -79,7 +89,6 @@ def test_stages_reload_what_each_of_them_has_written(
         for busy, empty in engine.call("rpc", name="kvt_steps"):
             assert min(busy, empty) > 0
         engine.call("rpc", name="kvt_flip_everywhere", arguments=[0])
-        damaged = reload()
-        assert not any(map(same, damaged, control))
+        assert reload_is_as(controls) == [False, False]
     region.sweep(str(shm_directory))  # see test_slice
     assert list(shm_directory.iterdir()) == []

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvtier.host import region
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Processes
 from tests.vllm.test_identity import ADVICE
 from tests.vllm.test_slice import environment, prompt
 from tests.vllm.test_tiers import Served
@@ -91,7 +91,11 @@ class Side(Served):
 @pytest.mark.fault("C09", "H10", "H12", "K12", "P07", "R03", "R11")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.family)
 def test_one_rank_and_two_share_both_ways(
-    case: Case, checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+    case: Case,
+    checkpoint: Callable[[str], Path],
+    own_shm_directory: Path,
+    tmp_path: Path,
+    processes: Processes,
 ) -> None:
     files = tmp_path / "files"
     extra = {
@@ -101,7 +105,7 @@ def test_one_rank_and_two_share_both_ways(
     }
     one_process = environment(1)
     with (
-        Engine(tmp_path / "one", one_process) as first,
+        processes.lend() as first,
         Engine(tmp_path / "two", environment(2) | one_process) as second,
     ):
         sides = []
@@ -113,7 +117,7 @@ def test_one_rank_and_two_share_both_ways(
                 blocks=case.device_blocks,
                 extra=extra | (slow if case.slow and tp > 1 else {}),
             )
-            assert engine.log.read_text(errors="replace").count(ADVICE) == 1  # by one rank of all
+            assert engine.text().count(ADVICE) == 1  # by one rank of all
             side = Side(engine, tp, case)
             states = side.ranks("kvt_state")
             assert [state["rank"] for state in states] == list(range(tp))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.engine import series
 from tests.vllm.serve import ROOT, Server, command, readme_command
 from tests.vllm.test_identity import ADVICE
-from tests.vllm.test_outlets import CHUNK_BYTES, series
 from tests.vllm.test_slice import (
     BLOCK_TOKENS,
     DEVICE_BLOCKS,
@@ -20,6 +20,7 @@ from tests.vllm.test_slice import (
     HOST_BYTES,
     prompt,
 )
+from tests.vllm.test_tiers import CHUNK_BYTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

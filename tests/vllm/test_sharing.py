@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Processes
 from tests.vllm.test_slice import (
     BLOCK_TOKENS,
     DEVICE_BLOCKS,
     FULL_BLOCKS,
-    environment,
     prompt,
     same,
 )
@@ -65,8 +64,9 @@ def served(
     checkpoint: Callable[[str], Path],
     shm_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    processes: Processes,
 ) -> Iterator[Served]:
-    with Engine(tmp_path_factory.mktemp("engine") / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         files = tmp_path_factory.mktemp("files")
         engine.start(
             model=str(checkpoint("full")),

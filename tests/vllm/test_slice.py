@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier.host import region
-from tests.vllm.engine import Engine, EngineError
+from tests.vllm.engine import Engine, EngineError, Processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -101,10 +101,11 @@ def served(
     checkpoint: Callable[[str], Path],
     shm_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    processes: Processes,
 ) -> Iterator[Served]:
     tp, blocks_per_chunk = request.param
     log = tmp_path_factory.mktemp("engine") / "log"
-    with Engine(log, environment(tp)) as engine:
+    with processes.lend() if tp == 1 else Engine(log, environment(tp)) as engine:
         started = engine.start(
             model=str(checkpoint("full")),
             tp=tp,
@@ -127,7 +128,7 @@ def served(
 
 
 def test_workers_make_the_region_before_the_manager_attaches(served: Served) -> None:
-    text = served.engine.log.read_text(errors="replace")
+    text = served.engine.text()
     order = re.findall(r"kvtier: (rank \d+ of \d+ signed|manager attached)", text)
     signed = {f"rank {rank} of {served.tp} signed" for rank in range(served.tp)}
     assert set(order[:-1]) == signed

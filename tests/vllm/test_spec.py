@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import re
 import socket
 import tomllib
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.config import VLLM_KEYS, VLLM_NAMES, VLLM_WITHOUT_MEANING, VLLMConfig
 from kvtier.errors import ConfigError
 from kvtier.types import GroupGeometry, make_geometry
-from tests.vllm.serve import free_ports
+from tests.vllm.serve import ROOT, free_ports
 
 pytestmark = pytest.mark.vllm
 
@@ -85,7 +88,10 @@ def test_a_key_that_keeps_its_default_changes_nothing() -> None:
             "secondary_tiers[0].root: unknown key 'root'; did you mean 'root_dir'?",
         ),
         ({"cpu_bytes_to_use": 1, "isolation": "fork"}, "isolation: "),
-        ({"kvtier_config": "/no/such.yaml"}, "/no/such.yaml: there is no such file"),
+        (
+            {"kvtier_config": "/no/such.yaml"},
+            "kvtier_config: /no/such.yaml: there is no such file",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -152,12 +158,13 @@ def test_each_data_parallel_rank_has_endpoints_of_its_own(
             open_replica(3)
 
 
-@pytest.mark.fault("R09")
+@pytest.mark.fault("H24", "R09")
 def test_a_rank_on_another_host_is_refused_before_anything_is_promoted(
     own_shm_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two directories stand for the shared memory of two hosts, each with one of two ranks: what
-    comes from a tier would reach one of them only. No manager is made on either side."""
+    comes from a tier would reach one of them only. No manager is made on either side. An
+    engine of two hosts would show no more: its core calls ``get_manager``, which ends its start."""
     from kvtier.host.region import Region  # lazy: as above
     from kvtier.vllm import spec
 
@@ -271,17 +278,106 @@ def test_the_plugin_makes_the_name_enough() -> None:
     assert project["entry-points"]["vllm.general_plugins"] == {"kvtier": "kvtier.vllm:register"}
 
 
-PUBLIC_EXAMPLES = [
-    [{"type": "fs", "root_dir": "/mnt/kv"}],
-]
+PUBLIC_EXAMPLES: dict[str, dict[str, Any]] = {
+    "host": {"block_size": 64, "cpu_bytes_to_use": 1000000000},
+    "fs": {
+        "cpu_bytes_to_use": 10737418240,
+        "block_size": 16,
+        "eviction_policy": "lru",
+        "secondary_tiers": [
+            {
+                "type": "fs",
+                "root_dir": "/mnt/kv_cache",
+                "n_read_threads": 32,
+                "n_write_threads": 16,
+            }
+        ],
+    },
+    "example": {
+        "cpu_bytes_to_use": 10737418240,
+        "block_size": 16,
+        "eviction_policy": "lru",
+        "secondary_tiers": [{"type": "example", "custom_param": 67}],
+    },
+    "p2p": {
+        "cpu_bytes_to_use": 10737418240,
+        "secondary_tiers": [{"type": "p2p", "host": "10.0.0.7", "port": 5710}],
+    },
+    "timeout": {
+        "cpu_bytes_to_use": 10737418240,
+        "secondary_tiers": [{"type": "p2p", "unbound_store_timeout_s": 180}],
+    },
+    "policy": {
+        "cpu_bytes_to_use": 10737418240,
+        "eviction_policy": "MyCachePolicy",
+        "cache_policy_module_path": "my_package.my_module",
+    },
+}
+"""Of vLLM's guide to offloading and of its ``TieringOffloadingSpec``, without the spec's name."""
 
 
-@pytest.mark.parametrize("tiers", PUBLIC_EXAMPLES, ids=lambda tiers: tiers[0]["type"])
-def test_the_public_examples_of_tiered_offloading_parse(tiers: list[dict[str, Any]]) -> None:
-    spec = make_spec(cpu_bytes_to_use=107374182400, secondary_tiers=tiers)
-    assert spec.settings.capacity_bytes == 100 << 30
-    assert [tier.type for tier in spec.settings.tiers] == [tier["type"] for tier in tiers]
-    assert spec.settings.isolation == "process"
+@pytest.mark.parametrize("name", PUBLIC_EXAMPLES)
+def test_the_public_examples_parse(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    extra = PUBLIC_EXAMPLES[name]
+    settings = make_spec(**extra).settings
+    assert settings.capacity_bytes == extra["cpu_bytes_to_use"]
+    tiers = extra.get("secondary_tiers", [])
+    assert [tier.type for tier in settings.tiers] == [tier["type"] for tier in tiers]
+    assert settings.isolation == "process"
+    if name == "fs":
+        options = {"root_dir": "/mnt/kv_cache", "read_threads": 32, "write_threads": 16}
+        assert settings.tiers[0].options == options
+    warned = [one for one in caplog.messages if "is passed over" in one]
+    assert len(warned) == (name in ("example", "policy", "timeout"))
+
+
+def shown_commands() -> list[Any]:
+    """Values of ``--kv-transfer-config`` in README and pages, and of the program in vllm.md."""
+    found = []
+    made: list[Any] = []
+    for page in ("README.md", "docs/vllm.md", "docs/configuration.md"):
+        text = (ROOT / page).read_text()
+        for words in re.findall(r"--kv-transfer-config '(.*?)'", text, re.S):
+            found.append(pytest.param(json.loads(words), id=f"{page}-{len(found)}"))
+        for program in re.findall(r"```python\nfrom vllm import LLM\n(.*?)```", text, re.S):
+            exec(program, {"LLM": lambda *args, **options: made.append(options)})
+            found.append(pytest.param(made[-1]["kv_transfer_config"], id=f"{page}-{len(found)}"))
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize("shown", shown_commands())
+@pytest.mark.usefixtures("in_process")
+def test_what_the_pages_show_is_taken_as_it_stands(
+    shown: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.config import KVTransferConfig  # lazy: as above
+
+    config = KVTransferConfig(**shown)
+    assert config.is_kv_producer
+    assert config.is_kv_consumer
+    assert config.kv_load_failure_policy == "recompute"
+    settings = make_spec(**config.kv_connector_extra_config).settings
+    assert settings.capacity_bytes == 100 << 30
+    assert [tier.type for tier in settings.tiers] in ([], ["fs"])
+    assert caplog.messages == []
+
+
+def test_every_key_of_the_installed_vllm_is_known() -> None:
+    import vllm  # lazy: as above
+
+    root = Path(vllm.__file__).parent
+    places = [
+        *(root / "v1/kv_offload").glob("*.py"),
+        *(root / "v1/kv_offload/cpu").glob("*.py"),
+        *(root / "v1/kv_offload/tiering").glob("*.py"),
+        *(root / "distributed/kv_transfer/kv_connector/v1/offloading").glob("*.py"),
+    ]
+    asked = re.compile(r'extra_config\.get\(\s*"(\w+)"')
+    keys = {key for place in places for key in asked.findall(place.read_text())}
+    assert {"cpu_bytes_to_use", "store_threshold", "backpressure", "canonical_layout"} < keys
+    known = {*VLLM_KEYS, *VLLM_NAMES, *VLLM_WITHOUT_MEANING, *VLLMConfig.__struct_fields__}
+    assert keys - known == {"backpressure"}  # the default of all tiers
 
 
 def test_a_file_and_the_json_add_up_and_may_not_say_the_same(tmp_path: Path) -> None:
@@ -306,3 +402,33 @@ def test_metric_definitions_are_those_of_the_configured_tiers() -> None:
     assert "kvtier_host_fill_ratio" in plain
     assert set(plain) < set(more)
     assert all(name.startswith("kvtier_fs_") for name in set(more) - set(plain))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_tensors_of_a_second_engine_do_not_replace_those_of_the_first() -> None:
+    """vLLM has one connector for a whole process: with its engine core in the program's own
+    process, a second engine gives its tensors to the connector of the first, which then read and
+    wrote the wrong ones."""
+    # lazy: vLLM takes seconds, and only these tests need it.
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from tests.vllm.ranks import ranks
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
+    with ranks({"a": spec}) as made:
+        made.wipe(1)
+        key = made.key(0, 1)
+        made.store([key], [[1]])
+        (connector,) = made._connectors
+        theirs = {name: torch.zeros_like(cache) for name, cache in made.caches[0].items()}
+        with (
+            set_current_vllm_config(made.configs[0]),
+            pytest.raises(ConfigError, match="one connector for a whole process"),
+        ):
+            connector.register_kv_caches(theirs)
+        made.wipe(0)
+        made.load([key], [[2]])
+        assert (made.block(0, "a", 2) == 1).all()
+        assert not any(cache.any() for cache in theirs.values())

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvtier.namespace import decode_json, difference
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Processes, series
 from tests.vllm.test_slice import (
     BLOCK_TOKENS,
     DEVICE_BLOCKS,
@@ -31,6 +31,9 @@ from tests.vllm.test_slice import (
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CHUNKS = FULL_BLOCKS
+CHUNK_BYTES = 256 << 10
+FILLERS = HOST_BYTES // CHUNK_BYTES // CHUNKS + 2
+"""Prompts that push everything else out of host memory."""
 
 
 class Served:
@@ -42,6 +45,10 @@ class Served:
     def run(self, tokens: list[int]) -> dict[str, Any]:
         (answer,) = self.engine.call("generate", prompts=[tokens])
         return answer
+
+    def fill(self, tokens: list[int]) -> None:
+        """A prompt whose answer nobody wants; its steps are enough for its stores."""
+        self.engine.call("generate", prompts=[tokens], max_tokens=4)
 
     def state(self) -> dict[str, Any]:
         return self.engine.call("manager")
@@ -55,8 +62,8 @@ class Served:
 
     def empty_host(self) -> None:
         """Host memory is full of other prompts, all of which the files have."""
-        for seed in range(900, 900 + HOST_BYTES // (256 << 10) // CHUNKS + 2):
-            self.run(prompt(seed))
+        for seed in range(900, 900 + FILLERS):
+            self.fill(prompt(seed))
         self.settle()
 
 
@@ -77,57 +84,91 @@ def model(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("full")
 
 
+VLLM_MANAGERS = {"module_path": "tests.tiers.vllm_managers", "color": "red"}
+
+
 @pytest.mark.fault("C15")
 @pytest.mark.parametrize(
-    ("tier", "exact"),
+    ("tier", "loads", "corrupt"),
     [
-        ({"type": "DictionaryTier", "module_path": "examples.own_tier"}, True),
-        (
-            {
-                "type": "VllmDictionary",
-                "module_path": "tests.tiers.vllm_managers",
-                "color": "red",
-            },
-            True,
-        ),
+        ({"type": "DictionaryTier", "module_path": "examples.own_tier"}, "done", 0),
+        (VLLM_MANAGERS | {"type": "VllmDictionary"}, "done", 0),
         (
             {
                 "type": "ExampleSecondaryTierManager",
                 "module_path": "vllm.v1.kv_offload.tiering.example.manager",
             },
-            False,
+            "corrupt",
+            CHUNKS,
         ),
+        (VLLM_MANAGERS | {"type": "Breaking", "size": CHUNKS}, "io", 0),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
 def test_tiers_of_other_people(
-    model: Path, own_shm_directory: Path, tmp_path: Path, tier: dict[str, Any], exact: bool
+    model: Path,
+    own_shm_directory: Path,
+    tmp_path: Path,
+    processes: Processes,
+    tier: dict[str, Any],
+    loads: str,
+    corrupt: int,
 ) -> None:
-    """A class with the four methods, one written against vLLM's base, and vLLM's own example,
-    which keeps no bytes and says that it has loaded them: what it "loads" is never used."""
+    """A class with the four methods, one written against vLLM's base, vLLM's own example, which
+    keeps no bytes and says that it has loaded them (what it "loads" is never used), and one that
+    fails. vLLM's endpoint tells of each what it tells of kvtier's own tiers."""
     mine = prompt(1)
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         engine.start(
-            **options(model, own_shm_directory, tmp_path, secondary_tiers=[tier | {"name": "own"}])
+            **options(
+                model,
+                own_shm_directory,
+                tmp_path,
+                secondary_tiers=[tier | {"name": "own"}],
+                on_reset="keep",
+            ),
+            disable_log_stats=False,
         )
         one = Served(engine)
+
+        def told() -> dict[tuple[str, str], float]:
+            """What the endpoint says of the tier, zeros left out."""
+            one.settle()
+            one.fill(prompt(51, 100))  # a step that takes what came after the last one
+            return {
+                (name.removeprefix("kvtier_"), labels): value
+                for (name, tier, labels), value in series(engine.call("metrics")).items()
+                if tier == "own" and value
+            }
+
         one.run(mine)
+        found = told()
+        assert found["tier_up", ""] == 1
+        assert found["chunks_total", "store done"] == CHUNKS
+        assert found["transfer_bytes_total", "store"] == CHUNKS * CHUNK_BYTES
+        assert found["transfer_seconds_count", "store"] > 0
         control = one.run(mine)
-        one.empty_host()
-        one.forget_device()
-        before = one.settle()
+        one.fill(prompt(2))
+        more = "io" if loads == "io" else "done"  # twice what the last of them takes
+        found = told()
+        assert found["chunks_total", f"store {more}"] == (2 * CHUNKS if more == "done" else CHUNKS)
+        assert ("transfer_seconds_count", "load") not in found
+
+        assert engine.call("reset", connector=True)
         again = one.run(mine)
-        after = one.settle()
-        hits = after["tier_hits"]["own"] - before["tier_hits"]["own"]
-        if exact:
-            assert again["cached"] == CHUNKS * BLOCK_TOKENS
-            assert hits == CHUNKS
-            assert same(again, control)
-        else:
-            assert again["cached"] == 0
-            assert hits == 0
-            assert after["corrupt"]["own"] >= 1
-            assert again["tokens"] == control["tokens"]
+        found = told()
+        good = loads == "done"
+        assert again["cached"] == (CHUNKS * BLOCK_TOKENS if good else 0)
+        assert again["tokens"] == control["tokens"]
+        assert not good or same(again, control)
+        assert found["chunks_total", f"load {loads}"] == CHUNKS
+        assert found.get(("lookup_chunks_total", "hit"), 0) == (CHUNKS if good else 0)
+        assert found.get(("corrupt_chunks_total", ""), 0) == corrupt
+        moved = CHUNKS * CHUNK_BYTES if good else 0
+        assert found.get(("transfer_bytes_total", "load"), 0) == moved
+        assert found["transfer_seconds_count", "load"] > 0
+        # Such a class lives beside the scheduler; see below for all others.
+        assert {"kvtier-own", "kvtier-service"} <= set(engine.call("threads"))
 
 
 def test_a_slow_copy_costs_a_step_nothing(
@@ -168,12 +209,12 @@ def test_a_slow_copy_costs_a_step_nothing(
 
 @pytest.mark.fault("K10")
 def test_what_a_request_says_of_its_tiers_and_a_host_smaller_than_one_request(
-    model: Path, own_shm_directory: Path, tmp_path: Path
+    model: Path, own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """``kv_load_tiers`` and ``max_offload_tokens`` mean what they mean in vLLM. Host memory has
     eight slots: of a prompt of twenty chunks the first are kept, and the engine serves on."""
     slots = 8
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         engine.start(
             **options(
                 model, own_shm_directory, tmp_path / "files", cpu_bytes_to_use=slots * (256 << 10)
@@ -224,14 +265,15 @@ def test_what_a_request_says_of_its_tiers_and_a_host_smaller_than_one_request(
         assert hits() == before + 2
 
 
-@pytest.mark.fault("V04")
+@pytest.mark.fault("V02", "V04")
 def test_what_the_device_has_is_not_read_again(
-    model: Path, own_shm_directory: Path, tmp_path: Path
+    model: Path, own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """The device has lost a prompt's last blocks and host memory all of it: the gap comes from the
-    files, and nothing else. A preemption that takes the device's part plans anew, for all."""
+    files, and nothing else. A preemption that takes the device's part plans anew, for all. No
+    thread of the tiers is in the scheduler's process."""
     mine = prompt(1)
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         engine.start(**options(model, own_shm_directory, tmp_path / "files"))
         one = Served(engine)
         one.run(mine)
@@ -271,6 +313,8 @@ def test_what_the_device_has_is_not_read_again(
         (rank,) = engine.call("rpc", name="kvt_state")
         assert rank["loaded_chunks"] == lost + CHUNKS
         assert state["finished"]["mine"]["tokens"] == control["tokens"]
+        tiers = ("kvtier-fs", "kvtier-service", "kvtier-crc")
+        assert not [name for name in engine.call("threads") if name.startswith(tiers)]
 
 
 class Gated:
@@ -373,10 +417,10 @@ def test_a_tier_that_never_stores_costs_no_block_and_no_step(
 
 @pytest.mark.fault("H05")
 def test_a_promotion_under_way_holds_no_block_and_is_no_hit(
-    model: Path, own_shm_directory: Path, tmp_path: Path
+    model: Path, own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     mine = prompt(1)
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         tiers = [gated(tmp_path / "gates", timeout_seconds=600)]
         arguments = options(
             model,
@@ -437,7 +481,7 @@ def alike(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 @pytest.mark.fault("C23", "C24")
 def test_a_reset_in_the_middle_of_everything(
-    model: Path, own_shm_directory: Path, tmp_path: Path
+    model: Path, own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """Copies from the accelerator, cascades and a promotion are under way when the weights become
     others: none leaks, and nothing from before the reset is found in any tier, nor in the next
@@ -447,7 +491,7 @@ def test_a_reset_in_the_middle_of_everything(
     model = Path(shutil.copytree(model, tmp_path / "model"))
     (weights,) = model.glob("*.safetensors")
     first_weights = weights.read_bytes()
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         tiers = [gated(tmp_path / "gates", timeout_seconds=600), files]
         arguments = options(
             model,
@@ -529,10 +573,10 @@ def test_a_reset_in_the_middle_of_everything(
 
 
 def test_the_last_cascade_of_a_burst_needs_no_step(
-    model: Path, own_shm_directory: Path, tmp_path: Path
+    model: Path, own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     files = tmp_path / "files"
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         engine.start(**options(model, own_shm_directory, files))
         one = Gated(engine, tmp_path)
 

@@ -28,10 +28,15 @@ def key(number: int, group: int = 0) -> bytes:
 
 
 class Rig:
-    """A manager and its region; `windows` has one entry a group."""
+    """A manager and its region; `windows` has one entry a group, `options` are the manager's."""
 
     def __init__(
-        self, directory: str, slots: int, windows: Sequence[int | None], tiers: list[dict[str, Any]]
+        self,
+        directory: str,
+        slots: int,
+        windows: Sequence[int | None],
+        tiers: list[dict[str, Any]],
+        **options: Any,
     ) -> None:
         # lazy: vLLM takes seconds, and only these tests need it.
         from kvtier.host.region import Region
@@ -54,7 +59,8 @@ class Rig:
             "tiers": tiers,
             "flush_on_shutdown_seconds": 0,
         }
-        self.manager = KVTierManager(Region.attach("walks", directory=directory), parse(config))
+        region = Region.attach("walks", directory=directory)
+        self.manager = KVTierManager(region, parse(config), **options)
 
     def close(self) -> None:
         self.manager.shutdown()
@@ -72,13 +78,14 @@ class Rig:
         return context
 
     def store(self, keys: Sequence[bytes]) -> list[bytes]:
-        """A store from end to end; the keys that went for it."""
+        """A store from end to end, as vLLM does it; the keys that went for it."""
         context = self.context(keys, "writer")
         output = self.manager.prepare_store(keys, context)
         assert output is not None
         for offset in range(len(output.keys_to_store)):
             self.region.publish(0, output.store_spec.first_transfer + offset)
-        self.manager.complete_store(set(output.keys_to_store), context)
+        if output.keys_to_store:
+            self.manager.complete_store(set(output.keys_to_store), context)
         self.manager.on_request_finished(context)
         return output.evicted_keys
 
@@ -102,12 +109,15 @@ class Rig:
 
 @contextlib.contextmanager
 def rig(
-    slots: int = 8, windows: Sequence[int | None] = (None,), tiered: bool = False
+    slots: int = 8,
+    windows: Sequence[int | None] = (None,),
+    tiered: bool = False,
+    **options: Any,
 ) -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="kvt-test-", dir="/dev/shm") as directory:
         # Others may write there: of no chunk is it known without asking.
         tiers = [{"type": "fs", "root_dir": f"{directory}/files"}] if tiered else []
-        made = Rig(directory, slots, windows, tiers)
+        made = Rig(directory, slots, windows, tiers, **options)
         try:
             yield made
         finally:
@@ -167,6 +177,18 @@ def test_a_waiting_prompt_is_two_questions() -> None:
         # All of it has been asked for nevertheless.
         assert asked(made, KEYS) == set(KEYS[2:])
         made.until(["HIT", "HIT", "MISS"], KEYS, context)
+        made.manager.on_request_finished(context)
+
+
+def test_a_waiting_prompt_that_has_grown_is_walked_to_its_new_end() -> None:
+    with rig(tiered=True) as made:
+        context = made.context(KEYS[:2])
+        assert made.walk(KEYS[:2], context) == ["RETRY", "MISS"]
+        assert asked(made, KEYS) == set(KEYS[:2])
+        context.set_offload_key_position(KEYS[2], 3 * TOKENS)
+        made.manager.forget()  # as a later step would; the tiers have not been asked yet
+        assert made.walk(KEYS[:3], context) == ["RETRY", "MISS"]
+        assert asked(made, KEYS) == set(KEYS[:3])
         made.manager.on_request_finished(context)
 
 

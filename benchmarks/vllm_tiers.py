@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own file tier, driven as its scheduler drives it: the peer of ``benchmarks.fs``.
+"""vLLM's own tiers, driven as its scheduler drives them: peers of ``benchmarks.fs`` and ``.obj``.
 
 Imports vLLM when it is asked for. Owns the peer's threads and its host memory until ``close``.
 """
@@ -9,32 +9,30 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 
-class VllmFs:
-    """vLLM's FileSystemTierManager over vLLM's own shared region; `rows` has a chunk a row.
+class VllmTier:
+    """A SecondaryTierManager of vLLM's over vLLM's own shared region; `rows` has a chunk a row.
 
     Parameters
     ----------
-    root : str
     count : int
         Chunks of host memory.
     size : int
         Bytes of one.
-    threads : int, optional
-        Read threads, and as many write threads (all of them do either); its default if None.
+    make : callable
+        ``make(spec, memory)`` gives the manager.
     """
 
-    def __init__(self, root: str, count: int, size: int, threads: int | None = None) -> None:
+    def __init__(self, count: int, size: int, make: Callable[[Any, memoryview], Any]) -> None:
         # lazy: the benchmark runs without vLLM when no peer is asked for
         from vllm.v1.kv_offload import base, config
         from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion  # lazy: too
         from vllm.v1.kv_offload.tiering import base as tiering
-        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager  # lazy: as above
 
         class Spec(base.OffloadingSpec):
             def get_manager(self) -> Any:
@@ -65,13 +63,7 @@ class VllmFs:
         self._request = base.ReqContext
         self._hit = base.LookupResult.HIT
         self._retry = base.LookupResult.RETRY
-        self._tier = FileSystemTierManager(
-            spec,
-            memoryview(self.rows),
-            "fs",
-            root,
-            **({} if threads is None else {"n_read_threads": threads, "n_write_threads": threads}),
-        )
+        self._tier = make(spec, memoryview(self.rows))
         self._jobs = 0
         self._requests = 0
 
@@ -89,14 +81,14 @@ class VllmFs:
         open_jobs = 0
         for start in range(0, len(keys), job_chunks):
             part = list(keys[start : start + job_chunks])
-            rows = np.arange(start, start + len(part))
+            rows = np.arange(start, start + len(part), dtype=np.int32)
             self._jobs += 1
             open_jobs += 1
             submit(self._job(self._jobs, part, rows, load, context))
         while open_jobs:
             for result in self._tier.get_finished_jobs():
                 if not result.success:
-                    raise RuntimeError(f"vLLM's file tier failed: {result}")
+                    raise RuntimeError(f"vLLM's tier failed: {result}")
                 open_jobs -= 1
             # Its completions can only be polled; this is far below the time of a round.
             time.sleep(0.0002)
@@ -119,3 +111,34 @@ class VllmFs:
         del self._tier, self.rows
         gc.collect()  # its threads' closures hold views of the memory
         self._region.cleanup()
+
+
+def vllm_fs(root: str, count: int, size: int, threads: int | None = None) -> VllmTier:
+    """vLLM's file tier; `threads` read and as many write (all of them do either)."""
+    # lazy: as above
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+    more = {} if threads is None else {"n_read_threads": threads, "n_write_threads": threads}
+    return VllmTier(
+        count, size, lambda spec, memory: FileSystemTierManager(spec, memory, "fs", root, **more)
+    )
+
+
+def vllm_obj(address: str, bucket: str, count: int, size: int) -> VllmTier:
+    """vLLM's object tier (NIXL) against ``http://<address>``."""
+    # lazy: as above; and NIXL has to be there
+    from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
+
+    store = {
+        "bucket": bucket,
+        "endpoint_override": address,
+        "scheme": "http",
+        "access_key": "key",
+        "secret_key": "secret",
+        "region": "us-east-1",
+    }
+    return VllmTier(
+        count,
+        size,
+        lambda spec, memory: ObjectStoreSecondaryTierManager(spec, memory, "obj", store),
+    )
