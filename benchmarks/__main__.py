@@ -25,7 +25,13 @@ from benchmarks.harness import machine
 
 NAMES = ("index", "layout", "fs", "step", "vllm_manager", "vllm_load", "obj", "peer", "bench")
 """`bench` is the load generator on its default."""
-PEER = {"index": ("vllm",), "fs": ("vllm",), "step": ("vllm",), "obj": ("vllm", "nixl")}
+PEER = {
+    "index": ("vllm",),
+    "fs": ("vllm",),
+    "step": ("vllm",),
+    "obj": ("vllm", "nixl"),
+    "peer": ("vllm", "nixl"),
+}
 """Which packages the peer of each needs."""
 ONLY_PEER = frozenset({"vllm_manager", "vllm_load"})
 """Nothing to measure without vLLM."""

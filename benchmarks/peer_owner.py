@@ -6,30 +6,51 @@ Prints its offer; ends with its standard input. A lease's number is the size of 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import mmap
+import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import uvloop
 
 from kvtier.tiers.p2p.tcp import TcpTransport
-from kvtier.tiers.p2p.transport import Lease, Source
+from kvtier.tiers.p2p.transport import Lease, Source, Transport
+from kvtier.tiers.p2p.ucx import UcxTransport
 
 SESSION = b"reader"
 SEED = 1
+UNIT_BYTES = 64 << 10
+"""Of a slot as UCX counts: chunks are a number of these."""
 
 
 class Memory:
-    """Host memory as a region has it, in huge pages where the kernel gives them."""
+    """Host memory as a region has it, shared, in pages as the kernel gives them.
 
-    def __init__(self, size: int) -> None:
-        self._mapping = mmap.mmap(-1, size)
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+    Parameters
+    ----------
+    size : int
+    blank : bool
+        Nobody has written it: what is read there is one page of zeros, in the caches.
+    """
+
+    def __init__(self, size: int, *, blank: bool = False) -> None:
+        if blank:
+            self._mapping = mmap.mmap(-1, size)
+        else:
+            file = os.memfd_create("kvtier-benchmark")
+            os.ftruncate(file, size)
+            self._mapping = mmap.mmap(file, size)
+            os.close(file)
         self.array = np.frombuffer(self._mapping, dtype=np.uint8)
-        self.array[:] = 0
+        if not blank:
+            self.array[:] = 0
+        self.address: int = self.array.ctypes.data
+        self.length_bytes = size
 
     def views(self, size: int) -> list[memoryview]:
         """The memory in chunks of `size`."""
@@ -54,11 +75,19 @@ class Always:
         """Nobody counts here."""
 
 
-async def serve(size: int, chunk_sizes: Sequence[int]) -> None:
-    memory = Memory(size)
-    memory.array[:] = content(size)
+def make(transport: str, memory: Any, chunk_sizes: Sequence[int]) -> Transport:
+    """The transport over this memory."""
+    if transport == "ucx":
+        return UcxTransport(memory, UNIT_BYTES, everywhere=True)
     leases: dict[int, Lease] = {one: Always(memory.views(one)) for one in chunk_sizes}
-    transport = TcpTransport("127.0.0.1", 0, lambda session, number: leases.get(number))
+    return TcpTransport("127.0.0.1", 0, lambda session, number: leases.get(number))
+
+
+async def serve(name: str, size: int, chunk_sizes: Sequence[int], *, blank: bool) -> None:
+    memory = Memory(size, blank=blank)
+    if not blank:
+        memory.array[:] = content(size)
+    transport = make(name, memory, chunk_sizes)
     await transport.open()
     print(transport.offer(SESSION).hex(), flush=True)
     loop = asyncio.get_running_loop()
@@ -74,8 +103,13 @@ async def serve(size: int, chunk_sizes: Sequence[int]) -> None:
 
 
 def main() -> None:
-    size, *chunk_sizes = map(int, sys.argv[1:])
-    uvloop.run(serve(size, chunk_sizes))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("transport", choices=("tcp", "ucx"))
+    parser.add_argument("size", type=int)
+    parser.add_argument("chunk_sizes", type=int, nargs="*")
+    parser.add_argument("--blank", action="store_true")
+    args = parser.parse_args()
+    uvloop.run(serve(args.transport, args.size, args.chunk_sizes, blank=args.blank))
 
 
 if __name__ == "__main__":
