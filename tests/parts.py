@@ -287,6 +287,13 @@ def _peek() -> str | None:
     return reason and f"cannot read another process's memory: {reason}"
 
 
+def _tun() -> str | None:
+    """Whether network devices can be made that a program carries the frames of."""
+    if (reason := _netns()) is not None:
+        return reason
+    return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no access to /dev/net/tun"
+
+
 def _torch_cuda() -> str | None:
     """Whether torch can use a GPU; in a process of its own, since CUDA never leaves one again."""
     if importlib.util.find_spec("torch") is None:
@@ -302,7 +309,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
     "loop": _loop,
     "netns": _netns,
     "tbf": _discipline("tbf", "rate", "1mbit", "burst", "32kb", "latency", "50ms"),
-    "netem": _discipline("netem", "delay", "1ms"),
+    "tun": _tun,
     "direct": _direct,
     "disk": _disk,
     "cores": _cores,
@@ -324,7 +331,7 @@ PARTS: dict[str, Callable[[], str | None]] = {
 """Part to probe: None if it is there, else the reason why not."""
 
 NEVER_REQUIRED = frozenset(
-    {"cuda", "torch-cuda", "huge-pages", "trace", "newer-python", "tbf", "netem"}
+    {"cuda", "torch-cuda", "huge-pages", "trace", "newer-python", "tbf", "tun"}
 )
 """What ``KVTIER_REQUIRE=all`` cannot ask of every machine; naming the part still requires it."""
 

@@ -55,18 +55,21 @@ class Network:
         return self
 
     def _make(self) -> None:
-        one, two = self.hosts
         for host in self.hosts:
             ip("netns", "add", host.name)
-        one.ip(
-            *("link", "add", one.device, "type", "veth"),
-            *("peer", "name", two.device, "netns", two.name),
-        )
+        self._connect()
         for host in self.hosts:
             host.ip("link", "set", "lo", "up")
             host.ip("addr", "add", f"{host.address}/24", "dev", host.device)
             host.ip("addr", "add", f"{host.address6}/64", "dev", host.device, "nodad")
             host.ip("link", "set", host.device, "up")
+
+    def _connect(self) -> None:
+        one, two = self.hosts
+        one.ip(
+            *("link", "add", one.device, "type", "veth"),
+            *("peer", "name", two.device, "netns", two.name),
+        )
 
     def __exit__(self, *_: object) -> None:
         for host in self.hosts:
