@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.config import TierConfig
-from kvtier.tiers.p2p.options import Address, P2pOptions, address
+from kvtier.tiers.p2p.addresses import Address, address
+from kvtier.tiers.p2p.options import P2pOptions
 from kvtier.tiers.registry import check_options
 from kvtier.types import Peer
 

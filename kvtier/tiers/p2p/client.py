@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from kvtier.errors import PeerLostError
 from kvtier.tiers.p2p import wire
-from kvtier.tiers.p2p.options import Address
+from kvtier.tiers.p2p.addresses import Address
 from kvtier.tiers.p2p.server import ANEW, SILENT_BEATS, explanation
 from kvtier.tiers.p2p.sockets import Secure, make_socket, send_now
 from kvtier.tiers.p2p.transport import Link, Transport

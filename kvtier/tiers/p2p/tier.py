@@ -11,28 +11,28 @@ touches its slots; a peer that fails costs its own requests only, and one deadli
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import socket as sockets
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import zmq
 import zmq.asyncio
-import zmq.auth.asyncio
 
 from kvtier.errors import ClosedError, ConfigError, PeerLostError, TierLostError
 from kvtier.tiers.base import Slot, Takes, Tier, TierContext, TierEnv
+from kvtier.tiers.p2p.addresses import LOOPBACK, Address, address, listening, resolved
 from kvtier.tiers.p2p.client import PeerClient, Self, Watched
+from kvtier.tiers.p2p.curve import Curve
 from kvtier.tiers.p2p.guests import Guests
 from kvtier.tiers.p2p.metrics import METRICS
-from kvtier.tiers.p2p.options import Address, P2pOptions, address
+from kvtier.tiers.p2p.options import P2pOptions
+from kvtier.tiers.p2p.reader import Reader
 from kvtier.tiers.p2p.server import MAX_PUSHES, Server
 from kvtier.tiers.p2p.sharing import Sharing
+from kvtier.tiers.p2p.taker import Taker
 from kvtier.tiers.p2p.tcp import TcpTransport
-from kvtier.tiers.p2p.transport import LeaseEndedError, Target, Transport
+from kvtier.tiers.p2p.transport import Transport
 from kvtier.tiers.p2p.ucx import UcxTransport, boot_id
 from kvtier.tiers.tasks import TaskSet
 from kvtier.types import Outcome, Peer, Presence
@@ -42,17 +42,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 SAMPLE_SECONDS = 0.5
 """How often metrics are brought up to date, and what is over is let go."""
 MARGIN_SECONDS = 0.02
 """By so much a call ends before its deadline: that a peer is slow is said of the peer."""
-LEND_PAUSE_SECONDS = 0.01
-"""Before a peer is asked again that has lent as much as it may."""
 PUSH_KEYS = 64
 """Chunks of one push."""
-TAKE_SECONDS = 5.0
-"""For a push to be taken."""
 BAD_SECONDS = 60.0
 """A chunk that came with wrong bytes is not asked for again for so long."""
 IDLE_SECONDS = 600.0
@@ -88,7 +83,7 @@ class P2pTier(Tier):
         self._instance = os.urandom(16)
         self._tasks = TaskSet(f"kvtier-{name}")
         self._context: zmq.asyncio.Context | None = None
-        self._authenticator: zmq.auth.asyncio.AsyncioAuthenticator | None = None
+        self._curve: Curve | None = None
         self._sharing: Sharing | None = None
         self._server: Server | None = None
         self._transports: list[Transport] = []
@@ -98,11 +93,9 @@ class P2pTier(Tier):
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._guests: Guests | None = None
         self._bad: OrderedDict[bytes, float] = OrderedDict()  # not asked for until then
-        self._taking = asyncio.Lock()  # one push at a time
+        self._reader = Reader(options.lease_seconds, env.clock)
+        self._taker: Taker | None = None
         self._pushing = asyncio.Semaphore(MAX_PUSHES)
-        self._loads = 0  # of this instance's own, under way
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._watching: dict[tuple[Address, str], list[tuple[Watched, float]]] = {}
         self._served_bytes = 0
 
@@ -162,15 +155,20 @@ class P2pTier(Tier):
                 self.name,
                 host,
             )
-        listen = await self._local(host, options.port + env.replica)
+        listen = await self._listening(host, options.port + env.replica)
         most = env.geometry.num_slots * env.geometry.slot_bytes // 4
-        self._guests = Guests(env.host, self._removed)
+        self._guests = guests = Guests(env.host, self._removed)
+        self._taker = Taker(env.host, guests, self._reader, self._client, self._taken, env.clock)
         self._sharing = sharing = Sharing(
-            env.host, self._guests, options.max_lease_bytes or most, env.clock
+            env.host, guests, options.max_lease_bytes or most, env.clock
         )
         self._context = zmq.asyncio.Context()
         if options.curve_secret_key is not None:
-            self._start_authenticator()
+            try:
+                self._curve = Curve(options.curve_secret_key.reveal())
+            except ConfigError as exc:
+                raise ConfigError(f"{self.name}: {exc}") from exc
+            self._curve.start(self._context)
         data_port = options.data_port + env.replica if options.data_port else 0
         # Whoever has UCX's address of this process is inside it: not for everybody.
         may_use_ucx = is_local or not open_to_all
@@ -188,11 +186,11 @@ class P2pTier(Tier):
             env.namespace,
             self._transports,
             sharing,
-            lambda: 0 if self._guests is None else self._guests.room,
-            self._take_pushed,
+            lambda: guests.room,
+            self._taker.take,
             self._doubted,
             options.heartbeat_seconds,
-            self._secure_server,
+            _secure_nothing if self._curve is None else self._curve.secure_server,
             self._refused,
             env.clock,
         )
@@ -224,53 +222,18 @@ class P2pTier(Tier):
         host = self.options.advertise_host or self.options.host or LOOPBACK
         return str(Address(host, self.options.port + self.env.replica))
 
-    async def _local(self, host: str, port: int) -> Address:
-        """Where to listen, by number: ZeroMQ takes the names of interfaces for hosts' names."""
+    async def _listening(self, host: str, port: int) -> Address:
         if port > 65535:
             raise ConfigError(f"{self.name}: replica {self.env.replica} would take port {port}")
-        if host == "*":
-            host = "0.0.0.0"
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(host, port, type=sockets.SOCK_STREAM)
+            return await listening(host, port)
         except OSError as exc:
             raise TierLostError(f"{self.name}: host {host!r} is unknown: {exc.strerror}") from exc
-        return Address(str(found[0][4][0]), port)
 
     @property
     def _token(self) -> bytes:
         token = self.options.token
         return b"" if token is None else token.reveal().encode()
-
-    def _start_authenticator(self) -> None:
-        """Only those that have the group's key are let in."""
-        assert self._context is not None
-        public = self._curve_keys()[0]
-        self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OneKey(public))
-
-    def _curve_keys(self) -> tuple[bytes, bytes]:
-        key = self.options.curve_secret_key
-        assert key is not None
-        secret = key.reveal().encode()
-        try:
-            return zmq.curve_public(secret), secret
-        except zmq.ZMQError as exc:
-            raise ConfigError(
-                f"{self.name}: curve_secret_key is no key of CURVE; make one with "
-                f'python -c "import zmq; print(zmq.curve_keypair()[1].decode())"'
-            ) from exc
-
-    def _secure_server(self, socket: zmq.asyncio.Socket) -> None:
-        if self.options.curve_secret_key is not None:
-            socket.curve_publickey, socket.curve_secretkey = self._curve_keys()
-            socket.curve_server = True
-
-    def _secure_client(self, socket: zmq.asyncio.Socket) -> None:
-        if self.options.curve_secret_key is not None:
-            socket.curve_publickey, socket.curve_secretkey = self._curve_keys()
-            socket.curve_serverkey = self._curve_keys()[0]
 
     async def aclose(self, deadline: float) -> None:
         """End all sessions; readers here and elsewhere fail, and go on without them."""
@@ -294,12 +257,12 @@ class P2pTier(Tier):
             self._sharing.close()
         if self._guests is not None:
             self._guests.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        if self._curve is not None:
+            self._curve.stop()
         if self._context is not None:
             self._context.destroy(0)
-        self._server = self._sharing = self._guests = None
-        self._authenticator = self._context = None
+        self._server = self._sharing = self._guests = self._taker = None
+        self._curve = self._context = None
 
     def _ready(self) -> None:
         if self._state != "open":
@@ -414,19 +377,16 @@ class P2pTier(Tier):
         self._ready()
         if self.env.clock() >= ctx.deadline - MARGIN_SECONDS:
             return [Outcome.TIMEOUT] * len(items)
-        self._loads += 1
-        self._idle.clear()
+        assert self._taker is not None
         try:
-            return await self._load(items, ctx)
+            with self._taker.own_load():
+                return await self._load(items, ctx)
         except PeerLostError:
             self._ready()  # closed meanwhile
             raise
-        finally:
-            self._loads -= 1
-            if not self._loads:
-                self._idle.set()
 
     async def _load(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
+        until = ctx.deadline - MARGIN_SECONDS
         parts: dict[PeerClient, list[int]] = {}
         outcomes = [Outcome.MISSING] * len(items)
         fallback = next(iter(self._candidates(ctx)), None)
@@ -442,7 +402,7 @@ class P2pTier(Tier):
                 parts.setdefault(client, []).append(i)
         results = await asyncio.gather(
             *(
-                self._read(client, [items[i] for i in positions], ctx)
+                self._reader.read(client, [items[i] for i in positions], until)
                 for client, positions in parts.items()
             ),
             return_exceptions=True,
@@ -470,63 +430,6 @@ class P2pTier(Tier):
         item.crc = guest.crc
         self._guests.unpin([guest])
         return True
-
-    async def _read(
-        self, client: PeerClient, items: Sequence[Slot], ctx: TierContext
-    ) -> list[Outcome]:
-        """What became of each; in parts, where the peer does not lend all of them at once."""
-        until = ctx.deadline - MARGIN_SECONDS
-        outcomes = [Outcome.DROPPED] * len(items)
-        left = list(range(len(items)))
-        has_answered = False
-        while left:
-            try:
-                read = await self._read_part(client, [items[i] for i in left], until)
-            except PeerLostError:
-                if has_answered and self.env.clock() >= until:
-                    break  # it is well; there was no room for the rest in all that time
-                raise
-            has_answered = True
-            for i, outcome in zip(left, read, strict=True):
-                outcomes[i] = outcome
-            waiting = [i for i in left if outcomes[i] is Outcome.DROPPED]
-            if len(waiting) == len(left):
-                if self.env.clock() + LEND_PAUSE_SECONDS >= until:
-                    break
-                await asyncio.sleep(LEND_PAUSE_SECONDS)
-            left = waiting
-        return outcomes
-
-    async def _read_part(
-        self, client: PeerClient, items: Sequence[Slot], until: float
-    ) -> list[Outcome]:
-        """Of what the peer lends now; DROPPED is the rest."""
-        seconds = min(self.options.lease_seconds, max(0.0, until - self.env.clock()) + 1.0)
-        lease = await client.lend([item.key for item in items], seconds, until)
-        outcomes = lease.outcomes
-        leased = [
-            item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.DONE
-        ]
-        if not leased:
-            return outcomes
-        targets = [
-            Target(slot, item.view, item.address)
-            for slot, item in zip(lease.slots, leased, strict=True)
-        ]
-        try:
-            async with asyncio.timeout(until - self.env.clock()):
-                await lease.link.read(lease.number, 0, targets)
-        except LeaseEndedError:
-            return [Outcome.MISSING if outcome is Outcome.DONE else outcome for outcome in outcomes]
-        except TimeoutError:
-            raise PeerLostError(f"{client.address}: chunks did not come in time") from None
-        except OSError as exc:
-            raise await client.fail(lease.link, f"its data connection broke: {exc}") from exc
-        finally:
-            client.give_back(lease)
-        for item, crc in zip(leased, lease.crcs, strict=True):
-            item.crc = crc
-        return outcomes
 
     async def store(self, items: Sequence[Slot], ctx: TierContext) -> list[Outcome]:
         """Push chunks to the peer that has most room; DROPPED if none has any."""
@@ -564,52 +467,9 @@ class P2pTier(Tier):
         best = max(clients, key=lambda one: one.room if one.is_up else 0, default=None)
         return best if best is not None and best.is_up and best.room > 0 else None
 
-    async def _take_pushed(
-        self, instance: bytes, there: str, keys: Sequence[bytes]
-    ) -> list[Outcome]:
-        """A peer has chunks to spare a place for: read them into slots lent for that."""
-        outcomes = dict.fromkeys(keys, Outcome.DROPPED)
-        assert self._guests is not None
-        assert self.env.host is not None
-        try:
-            client = self._client(address(there))
-        except ValueError:
-            return list(outcomes.values())
-        until = self.env.clock() + TAKE_SECONDS
-        async with self._taking:
-            # What this instance loads itself goes first.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TAKE_SECONDS / 2):
-                    await self._idle.wait()
-            wanted = []
-            for key in keys:
-                if key in self._guests or self.env.host.presence(key) is not Presence.ABSENT:
-                    outcomes[key] = Outcome.EXISTS
-                else:
-                    wanted.append(key)
-            items = self._guests.reserve(wanted)
-            good: list[Slot] = []
-            try:
-                await client.dial(until)
-                # Whoever pushes is to be found where it says.
-                if client.peer == instance:
-                    read = await self._read_part(client, items, until)
-                    there_now = [
-                        item
-                        for item, outcome in zip(items, read, strict=True)
-                        if outcome is Outcome.DONE
-                    ]
-                    await self.env.host.verify(there_now)
-                    good = [item for item in there_now if item.verified]
-            except PeerLostError as exc:
-                log.debug("%s: a push from %s: %s", self.name, there, exc)
-            finally:
-                self._guests.abort([item for item in items if item not in good])
-                self._guests.commit(good)
-            for item in good:
-                outcomes[item.key] = Outcome.DONE
-                self.tell("stored", item.key, item.length)
-        return list(outcomes.values())
+    def _taken(self, slot: Slot) -> None:
+        """A chunk of a peer's has come."""
+        self.tell("stored", slot.key, slot.length)
 
     def _removed(self, slot: Slot) -> None:
         """A chunk of a peer's has gone."""
@@ -679,7 +539,7 @@ class P2pTier(Tier):
                 boot_id(),
                 self.options.heartbeat_seconds,
                 self.options.connect_seconds,
-                self._secure_client,
+                _secure_nothing if self._curve is None else self._curve.secure_client,
                 self._failed,
                 self.env.clock,
             )
@@ -688,11 +548,9 @@ class P2pTier(Tier):
 
     async def _resolve(self, name: Address) -> None:
         """Look the peers up by name, again and again."""
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.getaddrinfo(name.host, name.port, type=sockets.SOCK_STREAM)
-                self._found = sorted({Address(str(one[4][0]), name.port) for one in found})
+                self._found = sorted(set(await resolved(name)))
             except OSError as exc:
                 # Those that were found last may be there all the same.
                 log.debug("%s: %s: %s", self.name, name.host, exc.strerror)
@@ -749,12 +607,5 @@ class P2pTier(Tier):
         self.env.recorder.add("kvtier_peer_refused_total", 1, (self.name, cause))
 
 
-class _OneKey:
-    """Lets in whoever has this public key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether `key`, in Z85, is the one."""
-        return key == self._public
+def _secure_nothing(socket: zmq.asyncio.Socket) -> None:
+    """Messages go in the clear."""

@@ -11,7 +11,8 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.options import decode_options
-from kvtier.tiers.p2p.options import Address, P2pOptions, address
+from kvtier.tiers.p2p.addresses import Address, address
+from kvtier.tiers.p2p.options import P2pOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -162,7 +162,7 @@ async def test_a_giver_that_goes_away_leaves_nothing_half_taken() -> None:
             pushed = asyncio.create_task(push(giver, 1, 2, 3), name="push")
             await asyncio.sleep(0.1)
         await asyncio.gather(pushed, return_exceptions=True)
-        await until(lambda: not taker.tier._taking.locked())
+        await until(lambda: not taker.tier._taker.is_busy)
         assert taker.tier._guests.chunks == 0
         assert taker.tier._guests.slots == 8
 
