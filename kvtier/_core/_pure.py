@@ -45,6 +45,9 @@ class PureSlots:
         """Of a key: FREE where the table does not have it."""
         return self.slots[self.table[key]].state if key in self.table else FREE
 
+    def states(self, keys: Sequence[bytes]) -> bytes:
+        return bytes(map(self.state, keys))
+
     def write(self, slot: int, key: bytes, unsaved: bool) -> None:
         """FREE to WRITING; a slot that is lent has no key (b"") until it is READY."""
         one = self.slots[slot]

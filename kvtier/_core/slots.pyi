@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slot records and key table of a region: what owner, workers and service share."""
 
+from collections.abc import Sequence
+
 from typing_extensions import Buffer
 
 RECORD_BYTES: int
@@ -40,6 +42,8 @@ class SlotTable:
     def __init__(self, records: Buffer, table: Buffer, num_slots: int) -> None: ...
     def find(self, key: bytes) -> int:
         """Slot of `key` in state READY or WRITING, or -1."""
+    def states(self, keys: Sequence[bytes]) -> bytes:
+        """State of each key as one byte: READY, WRITING, or FREE where the table has none."""
     def state(self, slot: int) -> int: ...
     def generation(self, slot: int) -> int: ...
     def owner_pins(self, slot: int) -> int: ...

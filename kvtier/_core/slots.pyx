@@ -11,6 +11,12 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 
 from kvtier.errors import InternalError
 
+cdef extern from *:
+    void prefetch "__builtin_prefetch"(const void *at) nogil
+
+cdef enum:
+    BLOCK = 32  # keys whose cache misses run at the same time
+
 RECORD_BYTES = sizeof(kvt_record)
 FREE = KVT_FREE
 WRITING = KVT_WRITING
@@ -71,6 +77,26 @@ cdef class SlotTable:
         cdef uint64_t word
         load_key(&k, key)
         return kvt_find(&self.c, &k, &word) if self.c.num_slots else -1
+
+    def states(self, keys) -> bytes:
+        """State of each key as one byte: READY, WRITING, or FREE where the table has none."""
+        cdef list items = keys if type(keys) is list else list(keys)
+        cdef Py_ssize_t n = len(items), at, i, m
+        cdef bytes states = PyBytes_FromStringAndSize(NULL, n)
+        cdef char *out = states
+        cdef kvt_key block[BLOCK]
+        cdef uint64_t word
+        if self.c.num_slots == 0:
+            return bytes(n)
+        for at in range(0, n, BLOCK):
+            m = min(n - at, <Py_ssize_t> BLOCK)
+            for i in range(m):
+                load_key(&block[i], items[at + i])
+                prefetch(&self.c.bucket[kvt_home(&self.c, block[i].hash)])
+            for i in range(m):
+                kvt_find(&self.c, &block[i], &word)
+                out[at + i] = <char> kvt_state(word)
+        return states
 
     def state(self, slot: int) -> int:
         return kvt_state(kvt_load(self.record(slot)))

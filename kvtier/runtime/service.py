@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvtier._core.layout import crc32c_address
-from kvtier._core.slots import READY, SlotTable
+from kvtier._core.slots import READY, WRITING, SlotTable
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.host.region import Region
@@ -52,6 +52,9 @@ MAX_EVENTS = 10_000
 """Of the tiers' own events, so many may wait for an owner that does not read; a sleeping scheduler
 does not read for hours."""
 
+
+PRESENCE = bytes.maketrans(bytes((READY, WRITING)), bytes((Presence.PRESENT, Presence.PENDING)))
+"""Of states; FREE is ABSENT."""
 
 Chunk = tuple[bytes, int, int]
 """Key, slot and generation."""
@@ -105,12 +108,9 @@ class Memory:
             crc,
         )
 
-    def presence(self, key: bytes) -> Presence:
-        """PRESENT where it is READY, PENDING while it is being written."""
-        slot = self.slots.find(key)
-        if slot < 0:
-            return Presence.ABSENT
-        return Presence.PRESENT if self.slots.state(slot) == READY else Presence.PENDING
+    def presence(self, keys: Sequence[bytes]) -> bytes:
+        """A ``Presence`` for each key: PRESENT where it is READY, PENDING while it is written."""
+        return self.slots.states(keys).translate(PRESENCE)
 
     def pin(self, key: bytes) -> Slot | None:
         """The chunk, pinned, if it is READY."""

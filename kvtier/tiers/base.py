@@ -98,8 +98,8 @@ class HostMemory(Protocol):
     length_bytes: int
     """Of all slots."""
 
-    def presence(self, key: bytes) -> Presence:
-        """PRESENT where it is READY, PENDING while it is being written."""
+    def presence(self, keys: Sequence[bytes]) -> bytes:
+        """A ``Presence`` for each key: PRESENT where it is READY, PENDING while it is written."""
 
     def pin(self, key: bytes) -> Slot | None:
         """The chunk, pinned for the service, if it is READY. ``unpin`` gives the pin back."""

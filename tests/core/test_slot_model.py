@@ -151,6 +151,11 @@ class SlotMachine(RuleBasedStateMachine):
         else:
             assert found is None
 
+    @rule(wanted=KEYS, times=st.sampled_from([1, 20]))
+    def states(self, wanted: list[bytes], times: int) -> None:
+        wanted = wanted * times  # more than are looked up together
+        assert self.table.states(wanted) == self.twin.states(wanted)
+
     @rule(slot=PLACES, age=AGES)
     def unpin_service(self, slot: int, age: int) -> None:
         generation = self.generation(slot, age)

@@ -78,6 +78,8 @@ def test_a_key_has_five_to_forty_bytes(bad: object, error: type[Exception]) -> N
         with pytest.raises(error):
             call(bad)  # type: ignore[operator]  # the wrong type is the point
     with pytest.raises(error):
+        table.states([key(1), bad])  # type: ignore[list-item]  # the wrong type is the point
+    with pytest.raises(error):
         index.reserve([key(1), bad])  # type: ignore[list-item]  # the wrong type is the point
     assert index.num_free == 4
     index.check()

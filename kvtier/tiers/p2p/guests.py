@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from kvtier.tiers.base import HostMemory, Slot
+from kvtier.types import Presence
 
 
 class Guests:
@@ -104,6 +105,13 @@ class Guests:
             del self._filling[item.key]
             self._free.append((item.slot, item.generation))
         self._give_back()
+
+    def presence(self, keys: Sequence[bytes], states: bytes) -> bytes:
+        """A ``Presence`` for each key: `states` of host memory, and PRESENT for chunks here."""
+        chunks = self._chunks
+        if not chunks or not states.count(Presence.ABSENT):
+            return states
+        return bytes([state or key in chunks for key, state in zip(keys, states, strict=True)])
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._chunks

@@ -294,11 +294,11 @@ class Server:
     # Sessions.
     def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, ask: wire.Ask) -> None:
         states = self._sharing.ask(ask.keys, ask.request, ask.windowed)
-        if not self._send(socket, identity, wire.Have(ask.job, bytes(states))):
+        if not self._send(socket, identity, wire.Have(ask.job, states)):
             return
-        awaited = {i: ask.keys[i] for i, one in enumerate(states) if one is Presence.PENDING}
-        if not awaited or not ask.watch_ms:
+        if not ask.watch_ms or Presence.PENDING not in states:
             return
+        awaited = {i: ask.keys[i] for i, one in enumerate(states) if one == Presence.PENDING}
 
         def tell(positions: list[int], news: list[Presence]) -> None:
             packed = wire.packed(positions)

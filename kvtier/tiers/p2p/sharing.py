@@ -28,6 +28,7 @@ SERVED_REQUESTS = 4096
 """Requests of peers that are remembered."""
 GRACE_SECONDS = 1.0
 """After the end of a request, its last chunks may still be on their way into host memory."""
+ABSENT, PENDING = bytes([Presence.ABSENT]), bytes([Presence.PENDING])
 
 
 class Leased:
@@ -157,23 +158,18 @@ class Sharing:
         ends = self._served.get(request)
         return ends is None or self._clock() < ends
 
-    def ask(self, keys: Sequence[bytes], request: str, windowed: bool) -> list[Presence]:
-        """Presence of each key; behind the first that is absent all are, unless `windowed`."""
-        may_come = self._may_come(request)
-        states = []
-        for key in keys:
-            state = self._state(key, may_come)
-            states.append(state)
-            if state is Presence.ABSENT and not windowed:
-                states += [Presence.ABSENT] * (len(keys) - len(states))
-                break
+    def ask(self, keys: Sequence[bytes], request: str, windowed: bool) -> bytes:
+        """A ``Presence`` for each key; behind the first that is absent all are, unless
+        `windowed`."""
+        states = self._states(keys, self._may_come(request))
+        if not windowed:
+            known, absent, _ = states.partition(ABSENT)
+            states = known + absent * (len(keys) - len(known))
         return states
 
-    def _state(self, key: bytes, may_come: bool) -> Presence:
-        state = self._host.presence(key)
-        if state is Presence.ABSENT and key in self._guests:
-            return Presence.PRESENT
-        return Presence.PENDING if state is Presence.ABSENT and may_come else state
+    def _states(self, keys: Sequence[bytes], may_come: bool) -> bytes:
+        states = self._guests.presence(keys, self._host.presence(keys))
+        return states.replace(ABSENT, PENDING) if may_come else states
 
     def watch(
         self,
@@ -205,14 +201,14 @@ class Sharing:
             positions: list[int] = []
             states: list[Presence] = []
             for keys in watch.groups.values():
-                for position, key in list(islice(keys.items(), None if over else LOOKED_AT)):
-                    state = self._state(key, may_come)
-                    if state is Presence.PENDING and over:
-                        state = Presence.ABSENT
-                    if state is not Presence.PENDING:
-                        positions.append(position)
-                        states.append(state)
-                        del keys[position]
+                looked_at = list(islice(keys.items(), None if over else LOOKED_AT))
+                found = self._states([key for _, key in looked_at], may_come)
+                for (position, _), state in zip(looked_at, found, strict=True):
+                    if state == Presence.PENDING and not over:
+                        continue
+                    positions.append(position)
+                    states.append(Presence.ABSENT if state == Presence.PENDING else Presence(state))
+                    del keys[position]
             if not any(watch.groups.values()):
                 del self._watches[name]
             if positions:

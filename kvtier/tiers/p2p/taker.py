@@ -93,8 +93,8 @@ class Taker:
                 async with asyncio.timeout(TAKE_SECONDS / 2):
                     await self._idle.wait()
             wanted = []
-            for key in keys:
-                if key in self._guests or self._host.presence(key) is not Presence.ABSENT:
+            for key, state in zip(keys, self._host.presence(keys), strict=True):
+                if key in self._guests or state != Presence.ABSENT:
                     outcomes[key] = Outcome.EXISTS
                 else:
                     wanted.append(key)

@@ -67,10 +67,15 @@ class Host:
         slot.view[:] = payload
 
     # What a tier calls.
-    def presence(self, key: bytes) -> Presence:
-        if key in self.slots:
-            return Presence.PRESENT
-        return Presence.PENDING if key in self.writing else Presence.ABSENT
+    def presence(self, keys: Sequence[bytes]) -> bytes:
+        return bytes(
+            Presence.PRESENT
+            if key in self.slots
+            else Presence.PENDING
+            if key in self.writing
+            else Presence.ABSENT
+            for key in keys
+        )
 
     def pin(self, key: bytes) -> Slot | None:
         slot = self.slots.get(key)

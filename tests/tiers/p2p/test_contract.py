@@ -41,8 +41,8 @@ class Giver:
         """A store of it has ended."""
         self.free.append(self.items[key].pop().slot)
 
-    def presence(self, key: bytes) -> Presence:
-        return Presence.PRESENT if self.items.get(key) else Presence.ABSENT
+    def presence(self, keys: Sequence[bytes]) -> bytes:
+        return bytes(Presence.PRESENT if self.items.get(key) else Presence.ABSENT for key in keys)
 
     def pin(self, key: bytes) -> Slot | None:
         return self.items[key][-1] if self.items.get(key) else None
@@ -62,8 +62,8 @@ class Taker:
         self.address = self.arena.address
         self.length_bytes = SLOTS * self.arena.slot_bytes
 
-    def presence(self, key: bytes) -> Presence:
-        return Presence.ABSENT
+    def presence(self, keys: Sequence[bytes]) -> bytes:
+        return bytes(len(keys))
 
     def pin(self, key: bytes) -> Slot | None:
         return None

@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.tiers.base import Slot
 from kvtier.tiers.p2p import sharing
+from kvtier.tiers.p2p.guests import Guests
 from kvtier.tiers.p2p.sharing import Sharing
 from kvtier.types import Presence, make_key
 
@@ -23,8 +24,8 @@ class Host:
     def __init__(self) -> None:
         self.there: set[bytes] = set()
 
-    def presence(self, key: bytes) -> Presence:
-        return Presence.PRESENT if key in self.there else Presence.ABSENT
+    def presence(self, keys: Sequence[bytes]) -> bytes:
+        return bytes(key in self.there for key in keys)
 
     def pin(self, key: bytes) -> Slot | None:
         raise NotImplementedError
@@ -44,7 +45,7 @@ def key(number: int, group: int) -> bytes:
 async def test_chunks_that_do_not_come_hold_up_no_other_group() -> None:
     """Of a window or a recurrent state only the last chunks are ever written."""
     host: Any = Host()
-    guests: Any = set()  # nobody has brought anything
+    guests: Any = Guests(host, print)  # nobody has brought anything
     shared = Sharing(host, guests, 1 << 20)
     count = 2 * sharing.LOOKED_AT
     keys = dict(enumerate(key(i % count, i // count) for i in range(2 * count)))
