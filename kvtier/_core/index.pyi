@@ -111,8 +111,9 @@ class Index(Room):
 
         With a list for them, unsaved chunks go as well, after the saved ones; it has their keys.
         """
-    def oldest_unsaved(self, n: int) -> list[bytes]:
-        """Up to `n` unsaved READY keys, the next victims first."""
+    def oldest_unsaved(self, n: int, within: int | None = None) -> list[bytes]:
+        """Up to `n` unsaved READY keys, the next victims first, among the `within` oldest chunks;
+        None: among 16 n + 1024."""
     def mark_saved(self, keys: Sequence[bytes]) -> None: ...
     def drop(self, keys: Sequence[bytes]) -> list[bytes]:
         """Remove READY chunks without pins; returns the keys that went."""

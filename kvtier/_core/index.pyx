@@ -35,7 +35,7 @@ cdef extern from "order.h":
 
     int kvt_by_rank(const void *, const void *) noexcept nogil
     uint64_t kvt_ready_of(const kvt_index *, unsigned, kvt_ranked *)
-    int64_t kvt_oldest_unsaved(const kvt_slabs *, int64_t, uint32_t *)
+    int64_t kvt_oldest_unsaved(const kvt_slabs *, int64_t, int64_t, uint32_t *)
 
 
 cdef bytes key_bytes(const kvt_record *r):
@@ -506,15 +506,17 @@ cdef class Index(Room):
         self.changed()
         return evicted
 
-    def oldest_unsaved(self, n: int) -> list:
+    def oldest_unsaved(self, n: int, within: int | None = None) -> list:
         """Up to `n` unsaved READY keys, the next victims first.
 
-        Chunks in use are left out. Looks at no more than 16 n + 1024 chunks.
+        Chunks in use are left out. Looks at no more than `within` chunks, 16 n + 1024 if nobody
+        says.
         """
         cdef uint32_t *slot
         cdef int64_t i, count = min(max(<int64_t> n, 0), <int64_t> self.top)
         _memory = new_uint32s(count, &slot)
-        count = kvt_oldest_unsaved(&self.g, count, slot)
+        cdef int64_t most = 16 * count + 1024 if within is None else within
+        count = kvt_oldest_unsaved(&self.g, count, most, slot)
         return [key_bytes(&self.c.t.rec[slot[i]]) for i in range(count)]
 
     def mark_saved(self, keys) -> None:

@@ -39,19 +39,20 @@ static inline uint64_t kvt_ready_of(const kvt_index *x, unsigned cls, kvt_ranked
 
 /* Up to n READY slots that no tier holds, of all size classes, the oldest ones first and those that
  * are parked for it before the others: how many. Chunks in use are left out. Looks at no more than
- * 16 n + 1024 of them. */
-static inline int64_t kvt_oldest_unsaved(const kvt_slabs *g, int64_t n, uint32_t *found)
+ * `left` chunks. */
+static inline int64_t kvt_oldest_unsaved(const kvt_slabs *g, int64_t n, int64_t left,
+                                         uint32_t *found)
 {
     static const unsigned places[] = {KVT_PARKED_UNSAVED, KVT_MAIN};
     const kvt_index *x = g->index;
     const uint32_t lists = KVT_CLASSES * g->sizes;
     uint32_t cursor[KVT_CLASSES * KVT_MAX_SIZES];
-    int64_t done = 0, left = 16 * n + 1024;
+    int64_t done = 0;
     for (int turn = 0; turn < 2; turn++) {
         for (uint32_t i = 0; i < lists; i++)
             cursor[i] =
                 x[i / KVT_CLASSES].l.list[kvt_place_list(i % KVT_CLASSES, places[turn])].tail;
-        for (; done < n && left; left--) {
+        for (; done < n && left > 0; left--) {
             uint32_t *oldest = NULL;
             for (uint32_t i = 0; i < lists; i++)
                 if (cursor[i] != KVT_NIL &&

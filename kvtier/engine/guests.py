@@ -55,20 +55,21 @@ class Guests:
         free = self._index.free_for(0)
         portion = max(1, int(PORTION * available))
         if free > KEEP * available + portion:
-            room = int(self._most * available) - len(self.lent) + self._asked_back
+            room = int(self._most * available) - self.slots + self._asked_back
             n = min(portion, room)
             if n > 0 and self._state.tiers[self._tier].readable:
                 slots, generations = self._index.lend(n, 0)
                 self.lent.add(slots.tobytes(), generations.tobytes())
                 self._state.out.append(m.Host(self._tier, slots.tobytes(), generations.tobytes()))
-        elif free < SCARCE * available and self._asked_back < len(self.lent):
-            n = min(portion, len(self.lent) - self._asked_back)
+        elif free < SCARCE * available and self._asked_back < self.slots:
+            n = min(portion, self.slots - self._asked_back)
             self._asked_back += n
             self._state.out.append(m.Reclaim(self._tier, n))
 
     def take(self, message: m.Left) -> None:
         """Slots that have come back."""
         left = m.numbers(message.slots).tolist()
+        self._asked_back = max(0, self._asked_back - len(left))
         for before in self._before:
             old = set(before)
             back = m.packed([slot for slot in left if slot in old])
@@ -77,7 +78,6 @@ class Guests:
         self._before = [before for before in self._before if len(before)]
         back = m.packed(left)
         self._index.give_back(m.numbers(back), self.lent.take(back))
-        self._asked_back = max(0, self._asked_back - len(left))
 
     def undeliverable(self, message: m.Host | m.Reclaim) -> None:
         """The service did not take it."""
@@ -94,8 +94,8 @@ class Guests:
         self._asked_back = 0
 
     def reset(self) -> None:
-        """Everything is forgotten; the service gives these back before it goes on."""
+        """Everything is forgotten. A service that goes on with another namespace gives these back
+        before; one that keeps its own goes on with them, and gives them back when asked."""
         if len(self.lent):
             self._before.append(self.lent)
         self.lent = Lent()
-        self._asked_back = 0

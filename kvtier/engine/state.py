@@ -168,7 +168,6 @@ class State:
     """
 
     __slots__ = (
-        "ahead",
         "config",
         "emit",
         "geometry",
@@ -179,6 +178,7 @@ class State:
         "recorder",
         "slots",
         "tiers",
+        "turnover",
     )
 
     def __init__(
@@ -202,8 +202,8 @@ class State:
         self.out: list[m.ToService] = []
         """Messages for the service, not sent yet."""
         self.job = 0
-        self.ahead = 0
-        """Chunks that were pushed to peers and may be evicted without a loss, at most."""
+        self.turnover = 0
+        """Chunks stored and chunks evicted so far: how far the order of eviction has moved on."""
 
     def next_job(self) -> int:
         """A number that no job has had."""
@@ -215,7 +215,7 @@ class State:
         if not keys:
             return
         self.recorder.add("kvtier_evicted_total", len(keys))
-        self.ahead = max(0, self.ahead - (len(keys) - len(unsaved)))
+        self.turnover += len(keys)
         if unsaved:
             self.recorder.add("kvtier_evicted_unsaved_total", len(unsaved))
         self.emit("removed", keys, "host", None)

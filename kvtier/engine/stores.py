@@ -47,7 +47,10 @@ HAND_OVER_PORTION_BYTES = 8 << 20
 that."""
 
 PUSH_AHEAD = 0.125
-"""Part of host memory that is kept free or pushed to peers, while nobody else has the chunks."""
+"""Part of host memory, its oldest chunks, that is kept free or pushed to peers while nobody else
+has them."""
+PUSH_PORTION = 1 / 8
+"""When so much of that part has moved on, it is looked through for what is to be pushed."""
 PUSH_CHUNKS = 256
 """Pushed in one step, at most."""
 PUSH_PAUSE_SECONDS = 1.0
@@ -81,6 +84,7 @@ class Stores:
             (i for i, tier in enumerate(self._tiers) if tier.takes is Takes.PRESSED), None
         )
         self._push_at = 0.0
+        self._push_turnover = 0  # when the oldest chunks are to be looked through again
         self._offers = Offers(2 * state.geometry.num_slots)
         self._stored: list[tuple[list[bytes], Request | None, bool]] = []
 
@@ -126,6 +130,7 @@ class Stores:
         """Chunks are in host memory; they go to the tiers at the next flush."""
         stored = self._index.commit(keys)
         if stored:
+            self._state.turnover += len(stored)
             self._state.emit("stored", stored, None, "host")
             if self._active and len(self._stored) < MAX_STORED:
                 self._stored.append((stored, request, False))
@@ -158,20 +163,23 @@ class Stores:
     def _push(self, i: int, now: float) -> None:
         """Send to peers what host memory would drop next, so that it can be had from there.
 
-        So many chunks at a time are kept ahead as are evicted in some steps; with room left, and
-        while another tier takes the chunks, nothing is pushed.
+        The oldest part of host memory is as much as is evicted in some steps; with so much room
+        left, and while another tier takes the chunks, nothing is pushed.
         """
         tier = self._tiers[i]
         if any(one.takes is Takes.ALL and one.writable for one in self._tiers):
             return
-        spare = self._index.free_for(0) + self._state.ahead
-        spare += tier.inflight_bytes // self._least_bytes
-        wanted = int(PUSH_AHEAD * self._index.available) - spare
-        room = (tier.bound_bytes - tier.inflight_bytes) // max(self._state.payload_bytes)
-        n = min(wanted, room, PUSH_CHUNKS)
-        if n <= 0 or not tier.writable:
+        if self._state.turnover < self._push_turnover or not tier.writable:
             return
-        keys = self._index.oldest_unsaved(n)
+        ahead = int(PUSH_AHEAD * self._index.available)
+        within = ahead - self._index.free_for(0) - tier.inflight_bytes // self._least_bytes
+        room = (tier.bound_bytes - tier.inflight_bytes) // max(self._state.payload_bytes)
+        n = min(within, room, PUSH_CHUNKS)
+        if n <= 0:
+            return
+        keys = self._index.oldest_unsaved(n, within)
+        if len(keys) < n:
+            self._push_turnover = self._state.turnover + max(1, int(PUSH_PORTION * ahead))
         if keys:
             tier.inflight_bytes += self._length_bytes(keys)
             self._cascade(keys, [i], None, now)
@@ -337,7 +345,8 @@ class Stores:
 
     def _put_off(self, tier: TierState, keys: Sequence[bytes]) -> None:
         if tier.takes is Takes.PRESSED:
-            return  # they are chosen anew
+            self._push_turnover = 0  # they are chosen anew
+            return
         if tier.config.backpressure == "drop":
             self._drop(tier, len(keys), "bound" if tier.writable else "breaker")
             return
@@ -368,6 +377,7 @@ class Stores:
         """The tier did not take a chunk; while host memory has it there may be a next time."""
         if tier.takes is Takes.PRESSED:
             self._push_at = now + PUSH_PAUSE_SECONDS
+            self._push_turnover = 0
             self._drop(tier, 1, "refused")
             return
         tries = tier.refused.pop(key, (0, 0.0))[0] + 1
@@ -461,8 +471,6 @@ class Stores:
                         tier.refused.pop(key, None)
                         self._drop(tier, 1, "bound")
             self._index.mark_saved(saved)
-            if message.tier == self._pushes:
-                self._state.ahead += len(saved)
             self._state.emit("stored", saved, "host", tier.name)
         if not record.tiers:
             del self.cascades[record.job]
@@ -492,6 +500,7 @@ class Stores:
 
     def reset(self) -> None:
         """Everything was forgotten; what is under way only gives its bytes in flight back."""
+        self._push_turnover = 0
         self._stored.clear()
         for tier in self._tiers:
             tier.backlog.clear()

@@ -310,7 +310,9 @@ def test_unsaved_chunks_go_last_and_are_reported(policy: str) -> None:
     table, index = make_index(4, policy, track_unsaved=True)
     put(index, keys(1, 2, 3, 4))
     assert index.oldest_unsaved(2) == keys(1, 2)
+    assert index.oldest_unsaved(4, within=3) == keys(1, 2, 3)
     index.mark_saved(keys(3))
+    assert index.oldest_unsaved(4, within=3) == keys(1, 2)
     got = index.reserve(keys(5))
     assert (got.evicted, got.evicted_unsaved) == (keys(3), [])
     assert index.keep_free(1) == []

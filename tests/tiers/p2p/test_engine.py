@@ -44,6 +44,7 @@ def pair(
                     isolation=isolation,
                     tiers=[p2p(mine, other, **more)],
                     namespace={"test": "pair"},
+                    on_reset="keep",
                 )
             )
             for count, mine, other in zip(slots, ports, reversed(ports), strict=True)
@@ -114,6 +115,25 @@ def test_a_reset_and_a_dead_service_bring_lent_slots_back() -> None:
         assert large.engine._index.num_free == before
 
 
+def test_lent_slots_from_before_a_reset_come_back_when_they_are_needed() -> None:
+    """The service keeps its namespace, and so what peers have pushed."""
+    with pair(slots=(64, 128)) as (_, large):
+        for _ in range(3):
+            large.until(lambda: guests(large) == 64)
+            large.settle()
+            assert guests(large) == 64  # and no more
+            large.engine.reset()
+            large.until(lambda: not large.engine._planner.reset_pending)
+        large.settle()
+        for start in range(0, 120, 8):
+            large.store(keys(*range(start, start + 8)))
+            large.step()
+            time.sleep(0.005)
+        large.until(lambda: guests(large) == 0)
+        large.settle()
+        assert large.load(keys(*range(120))) == 120
+
+
 def test_what_would_be_dropped_is_pushed_and_comes_back() -> None:
     with pair(slots=(64, 512)) as (small, large):
         large.until(lambda: guests(large) == 256)
@@ -129,6 +149,26 @@ def test_what_would_be_dropped_is_pushed_and_comes_back() -> None:
         assert small.load(keys(*range(30))) == 30
         # The one that has them has them for itself, too.
         assert large.load(keys(*range(48))) == 48
+        large.settle()
+
+
+def test_pushes_go_on_after_resets() -> None:
+    with pair(slots=(64, 512)) as (small, large):
+        large.until(lambda: guests(large) == 256)
+        before = 0.0
+        for turn in range(4):
+            for start in range(0, 96, 8):
+                small.store(keys(*range(96 * turn + start, 96 * turn + start + 8)))
+                for _ in range(20):
+                    small.step()
+                    time.sleep(0.002)
+            small.settle()
+            pushed = small.value("kvtier_chunks_total", "p2p", "store", "done")
+            # All but what there is room for, and some more ahead.
+            assert pushed - before >= 24
+            before = pushed
+            small.engine.reset()
+            small.until(lambda: not small.engine._planner.reset_pending)
         large.settle()
 
 
