@@ -26,6 +26,8 @@ from kvtier.tiers.p2p.server import Server
 from kvtier.tiers.p2p.tcp import _Served
 from kvtier.tiers.p2p.tcp_link import Channel, TcpLink
 from kvtier.tiers.p2p.tier import P2pTier
+from kvtier.tiers.p2p.ucx import UcxLink
+from kvtier.tiers.p2p.ucx_loop import UcxLoop
 
 READER_STEPS = (
     "reader-before-Hello",
@@ -90,6 +92,8 @@ def install(steps: Steps) -> None:
     ready, post = PeerClient._ready, PeerClient._post
     take, send = Server._take, Server._send
     read, readable, writable = TcpLink.read, Channel._on_readable, _Served._on_writable
+    get, turn = UcxLink.read, UcxLoop._turn
+    gets = 0  # under way
 
     async def _ready(self: PeerClient, deadline: float) -> None:
         if steps.take(FORGET) is not None:
@@ -118,6 +122,20 @@ def install(steps: Steps) -> None:
         steps.at("reader-before-read")
         await read(self, lease, first, targets)
 
+    async def _get(self: UcxLink, lease: int, first: int, targets: Any) -> None:
+        nonlocal gets
+        steps.at("reader-before-read")
+        gets += 1
+        try:
+            await get(self, lease, first, targets)
+        finally:
+            gets -= 1
+
+    def _turn(self: UcxLoop) -> None:
+        turn(self)
+        if gets:
+            steps.at("reader-in-read")
+
     def _on_readable(self: Channel) -> None:
         readable(self)
         if self._body is not None:
@@ -134,6 +152,8 @@ def install(steps: Steps) -> None:
         (Server, "_take", _take),
         (Server, "_send", _send),
         (TcpLink, "read", _read),
+        (UcxLink, "read", _get),
+        (UcxLoop, "_turn", _turn),
         (Channel, "_on_readable", _on_readable),
         (_Served, "_on_writable", _on_writable),
     ):

@@ -158,3 +158,15 @@ class TestContractOverUcx(TestContractOverTcp):
     """The same."""
 
     transport = "ucx"
+
+
+@pytest.mark.needs("ucx")
+class TestContractOverUcxOverTcp(TestContractOverTcp):
+    """The same, as between hosts that share no memory."""
+
+    transport = "ucx"
+
+    @pytest.fixture(autouse=True)
+    def _network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # A context reads it when it is made.
+        monkeypatch.setenv("UCX_TLS", "tcp,self")

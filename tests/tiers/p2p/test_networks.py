@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.p2p.conftest import UCX
 from tests.tiers.p2p.far import FarNetwork
 from tests.tiers.p2p.networks import Host, Network
 from tests.tiers.p2p.peers import (
@@ -56,10 +57,18 @@ def settle(owner: Peer, reader: Peer, *survivors: Peer) -> None:
 
 
 @pytest.mark.fault("P04", "P10", "P11", "P12")
+@pytest.mark.parametrize("transport", ["tcp", UCX])
 @pytest.mark.parametrize("version", [4, 6])
-def test_two_hosts(tmp_path: Path, network: Network, version: int) -> None:
+def test_two_hosts(
+    tmp_path: Path,
+    network: Network,
+    version: int,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each listens on all its addresses, one of which is the same on both and leads nowhere; each
     loads what the other has."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # no way around the network
     for host in network.hosts:
         # As a container engine's bridge.
         host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "container")
@@ -78,6 +87,7 @@ def test_two_hosts(tmp_path: Path, network: Network, version: int) -> None:
                 f"p{i}",
                 host="0.0.0.0" if version == 4 else "::",
                 advertise_host=mine,
+                transport=transport,
                 numbers=range(i * CHUNKS, (i + 1) * CHUNKS),
                 peers=[f"{theirs}:{PORT}" if version == 4 else f"[{theirs.upper()}]:{PORT}"],
             )
