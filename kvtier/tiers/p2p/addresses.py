@@ -14,6 +14,7 @@ DEFAULT_PORT = 5710
 EVERYWHERE = ("0.0.0.0", "::", "*")
 """All addresses of a host, and so none that it could be found at."""
 LOOPBACK = "127.0.0.1"
+LOCAL = (LOOPBACK, "::1", "localhost")
 
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Literal
 
 import msgspec
 
 from kvtier.options import Bytes, Port, Seconds, Secret
-from kvtier.tiers.p2p.addresses import DEFAULT_PORT, EVERYWHERE, address
+from kvtier.tiers.p2p.addresses import DEFAULT_PORT, EVERYWHERE, LOCAL, LOOPBACK, address
 
 _Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -72,8 +73,12 @@ class P2pOptions(msgspec.Struct, frozen=True, kw_only=True):
                 given = address(value, DEFAULT_PORT)
             except ValueError as exc:
                 raise ValueError(f"{name}: {exc}") from None
+            if value == f"[{given.host}]":
+                raise ValueError(f"{name} {value!r}: write it without brackets, as {given.host}")
             if given.host != value:
                 raise ValueError(f"{name} {value!r} has a port; write it without, and set port")
+        if self.data_port == self.port:
+            raise ValueError(f"data_port and port are both {self.port}; give data_port another")
         for text in (*self.peers, *(() if self.dns is None else (self.dns,))):
             address(text)
         if (
@@ -86,6 +91,11 @@ class P2pOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"host {self.host!r} tells peers no address to come to for what is pushed; set "
                 f"advertise_host to this host's address, or push: false"
             )
+        if self.push and self._is_out_of_reach:
+            raise ValueError(
+                f"host {self.host or LOOPBACK!r} cannot be reached by peers on other hosts; set "
+                f"host to this host's address, or push: false"
+            )
         key = self.curve_secret_key
         if key is not None and not _Z85.fullmatch(key.reveal()):
             raise ValueError("curve_secret_key is no key of CURVE: 40 characters of Z85")
@@ -94,3 +104,21 @@ class P2pOptions(msgspec.Struct, frozen=True, kw_only=True):
     def knows_peers(self) -> bool:
         """Whether there is anybody to ask for a request that names no peer."""
         return bool(self.peers) or self.dns is not None
+
+    @property
+    def _is_out_of_reach(self) -> bool:
+        """Whether peers are on other hosts, and none of them comes to where this one listens."""
+        if self.advertise_host is not None or (self.host or LOOPBACK) not in LOCAL:
+            return False
+        hosts = [address(text).host for text in self.peers]
+        return any(map(_is_elsewhere, hosts)) or (
+            self.dns is not None and address(self.dns).host not in LOCAL
+        )
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether it is an address beyond this host's loopback; a name may be this host's own."""
+    try:
+        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -304,11 +304,15 @@ class TcpTransport(Transport):
             listener.listen(BACKLOG)
         except OSError as exc:
             listener.close()
-            if exc.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
-                raise ConfigError(
-                    f"cannot listen on {self._host} port {self._port}: {exc.strerror}; give "
-                    "another host or port"
-                ) from exc
+            what = {
+                errno.EADDRINUSE: "another process listens there; set another data_port",
+                errno.EADDRNOTAVAIL: "it is no address of this host; set host to one, or to "
+                "0.0.0.0 for all",
+                errno.EACCES: "this process may not; set a data_port above 1023",
+            }.get(exc.errno or 0)
+            if what is not None:
+                where = f"{self._host} port {self._port}" if self._port else self._host
+                raise ConfigError(f"cannot listen on {where} for data: {what}") from exc
             raise
         self._listener = listener
         self._port = listener.getsockname()[1]

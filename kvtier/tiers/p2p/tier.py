@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from kvtier.errors import ClosedError, ConfigError, PeerLostError, TierLostError
 from kvtier.tiers.base import Slot, Takes, Tier, TierContext, TierEnv
-from kvtier.tiers.p2p.addresses import LOOPBACK, Address, address, listening, resolved
+from kvtier.tiers.p2p.addresses import LOCAL, LOOPBACK, Address, address, listening, resolved
 from kvtier.tiers.p2p.client import PeerClient, Self, Watched
 from kvtier.tiers.p2p.curve import Curve
 from kvtier.tiers.p2p.guests import Guests
@@ -147,7 +147,7 @@ class P2pTier(Tier):
         assert env.host is not None
         host = options.host or LOOPBACK
         open_to_all = options.token is None and options.curve_secret_key is None
-        is_local = host in (LOOPBACK, "::1", "localhost")
+        is_local = host in LOCAL
         if open_to_all and not is_local:
             log.warning(
                 "%s: whoever reaches %s may read the KV cache: set token or curve_secret_key, or "

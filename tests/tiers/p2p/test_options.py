@@ -62,6 +62,8 @@ WRONG = {
     "peers": ({"peers": ["10.0.0.7", "0.0.0.0"]}, "names none"),
     "one peer": ({"peers": "10.0.0.7"}, "peers"),
     "host with a port": ({"host": "10.0.0.7:80"}, "write it without, and set port"),
+    "host in brackets": ({"host": "[fd00::7]"}, "write it without brackets, as fd00::7$"),
+    "one port for both": ({"data_port": 5710}, "both 5710; give data_port another"),
     "host": ({"host": "a b"}, "host: 'a b' is no address"),
     "advertised everywhere": ({"advertise_host": "0.0.0.0"}, "advertise_host: .* names none"),
     "dns": ({"dns": "a b"}, "no address"),
@@ -74,6 +76,11 @@ WRONG = {
         "set advertise_host to this host's address, or push: false",
     ),
     "nowhere to come to, by name": ({"host": "::", "dns": "peers"}, "set advertise_host"),
+    "on loopback": (
+        {"peers": ["127.0.0.1:5711", "10.0.0.7"]},
+        r"host '127\.0\.0\.1' cannot be reached by peers on other hosts; set host",
+    ),
+    "on loopback, by name": ({"host": "::1", "dns": "peers"}, "set host to this host's address"),
 }
 
 
@@ -92,6 +99,9 @@ def test_what_fits() -> None:
         {"host": "0.0.0.0", "peers": ["10.0.0.7"], "push": False},
         {"host": "0.0.0.0", "peers": ["10.0.0.7"], "advertise_host": "10.0.0.8"},
         {"host": "fd00::7", "peers": ["[fd00::8]:5711"]},
+        {"peers": ["127.0.0.1:5711", "[::1]:5711", "localhost:5712", "this-host:5713"]},
+        {"peers": ["10.0.0.7"], "push": False},
+        {"dns": "localhost:5711"},
     ):
         assert isinstance(decode_options(P2pOptions, options, "tier p2p"), P2pOptions)
 
