@@ -339,7 +339,10 @@ class PeerClient:
             async with asyncio.timeout(self._connect_seconds):
                 await self._shake_hands()
         except TimeoutError:
-            cause = PeerLostError(f"{self.address}: no answer within {self._connect_seconds:g} s")
+            cause = PeerLostError(
+                f"{self.address}: no answer within {self._connect_seconds:g} s: nobody listens "
+                "there, a firewall is between, or its curve_secret_key is another one"
+            )
             raise await self._failed(cause, "connect") from None
         except (OSError, zmq.ZMQError) as exc:
             cause = PeerLostError(f"{self.address}: {exc}")
@@ -511,7 +514,8 @@ class PeerClient:
     async def _failed(self, error: PeerLostError, cause: str) -> PeerLostError:
         """The peer failed: it is left alone for a while."""
         if not self._closing:
-            self._count(cause)
+            if not isinstance(error, Self):
+                self._count(cause)
             self._failures += 1
             pause = min(AGAIN_SECONDS * 2 ** min(self._failures - 1, 10), MAX_AGAIN_SECONDS)
             if isinstance(error, Refusal):

@@ -548,13 +548,18 @@ class P2pTier(Tier):
 
     async def _resolve(self, name: Address) -> None:
         """Look the peers up by name, again and again."""
+        told = ""
         while True:
             try:
                 self._found = sorted(set(await resolved(name)))
+                told = ""
             except OSError as exc:
                 # Those that were found last may be there all the same.
-                log.debug("%s: %s: %s", self.name, name.host, exc.strerror)
                 self._failed("dns")
+                text = f"{self.name}: no peers by the name {name.host}: {exc.strerror}"
+                if text != told:
+                    log.warning("%s", text)
+                    told = text
             await asyncio.sleep(RESOLVE_SECONDS)
 
     async def _tend(self) -> None:
