@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,25 @@ def test_the_page_of_configuration_knows_every_name() -> None:
     text = (pages.ROOT / "docs" / "configuration.md").read_text()
     for word in [*UNITS, *VLLM_KEYS, *VLLM_NAMES]:
         assert f"`{word}`" in text, word
+
+
+def test_the_page_of_the_peer_tier_has_every_cause_of_a_refusal() -> None:
+    source = (pages.ROOT / "kvtier" / "tiers" / "p2p" / "server.py").read_text()
+    causes = set(re.findall(r'(?:_count\(|_refuse\(socket, identity, )"(\w+)"', source))
+    page = (pages.ROOT / "docs" / "peer-tier.md").read_text()
+    (row,) = [line for line in page.splitlines() if "`kvtier_peer_refused_total{cause}`" in line]
+    assert set(re.findall(r"`(\w+)`", row)) == causes > {"token", "silent", "frames"}
+    for metric in P2P_METRICS:
+        assert f"`{metric.name}" in page
+
+
+def test_the_page_of_the_peer_tier_shows_what_can_be_started() -> None:
+    page = (pages.ROOT / "docs" / "peer-tier.md").read_text()
+    (block,) = re.findall(r"\n\n((?:    .*\n)+)", page.partition("## Starting it")[0])
+    (tier,) = parse_yaml(block, "docs/peer-tier.md")["tiers"]
+    assert tier.pop("type") == "p2p"
+    assert tier.pop("token") == "${KVTIER_TOKEN}"
+    assert decode_options(P2pOptions, tier, "tiers[0]").peers
+    (words,) = re.findall(r"--kv-transfer-config '(.*?)'", page, re.S)
+    extra = json.loads(words)["kv_connector_extra_config"]
+    assert (pages.ROOT / "configs" / Path(extra["kvtier_config"]).name).exists()

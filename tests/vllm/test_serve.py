@@ -74,7 +74,7 @@ def test_the_readme_has_one_command_with_all_that_vllm_needs() -> None:
     assert '"kv_role": "kv_both"' in words[-1]
     assert '"kv_load_failure_policy": "recompute"' in words[-1]
     # So says every page that shows how kvtier is started.
-    for page in ("README.md", "docs/vllm.md", "docs/configuration.md"):
+    for page in ("README.md", "docs/vllm.md", "docs/configuration.md", "docs/peer-tier.md"):
         text = (ROOT / page).read_text()
         shown = text.count('"kv_connector": "OffloadingConnector"')
         assert shown == text.count('"kv_load_failure_policy": "recompute"') - text.count(ADVICE) > 0
