@@ -284,6 +284,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Attach to the region that the workers made."""
+        # vLLM sets the level of its own loggers alone; the tier service takes that of kvtier's.
+        ours = logging.getLogger("kvtier")
+        if ours.level == logging.NOTSET:
+            ours.setLevel(logger.getEffectiveLevel())
         region = Region.attach(
             self.region_name, directory=self.settings.directory, timeout_seconds=START_SECONDS
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import re
 import socket
 import tomllib
@@ -117,6 +118,27 @@ def test_the_manager_gets_the_policy_and_the_directory(
         manager = spec.get_manager()
         assert manager.engine.cache.index.policy == policy
         manager.shutdown()
+
+
+def test_the_tier_service_tells_what_vllm_would(
+    own_shm_directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for two instances that do not find each other needs more than warnings."""
+    from kvtier.host.region import Region  # lazy: as above
+    from kvtier.vllm.spec import region_name
+
+    for name, level in (("kvtier", logging.NOTSET), ("vllm", logging.INFO)):
+        one = logging.getLogger(name)
+        monkeypatch.setattr(one, "level", one.level)  # as it was, at the end
+        one.setLevel(level)
+    geometry = make_geometry([GroupGeometry(16, 1, 4096)], 8 * 4096)
+    tier = {"type": "p2p", "port": free_ports(1), "transport": "tcp"}
+    options = {"cpu_bytes_to_use": 8 * 4096, "directory": str(own_shm_directory)}
+    with Region.create(region_name("e"), geometry, {}, 1, directory=own_shm_directory) as region:
+        region.sign(0)
+        manager = make_spec(**options, secondary_tiers=[tier]).get_manager()
+        manager.shutdown()
+    assert f"peers find this instance at 127.0.0.1:{tier['port']}" in capfd.readouterr().err
 
 
 @pytest.mark.fault("R10", "M13")
