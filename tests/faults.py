@@ -184,7 +184,6 @@ FAULTS: Mapping[str, str] = {
 """Fault to what was seen."""
 
 REASONS: Mapping[str, str] = {
-    "C27": "There is no network client: no tier opens connections.",
     "L17": "No socket has a receive timeout, and a message has a megabyte at most.",
     "F11": "No extended attributes are used: checksums stand in the files.",
     "L19": "Pipes are not given to an event loop.",

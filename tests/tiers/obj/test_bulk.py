@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -448,6 +449,39 @@ async def test_cancelled_requests_leave_no_connection() -> None:
         assert made.bulk.limit.taken == 0
         store.answers.clear()
         assert await made.get() == PAYLOAD
+
+
+@pytest.mark.fault("C27")
+async def test_connects_that_are_given_up_cross_no_connections() -> None:
+    """Descriptors go from the connections of one store to those of the other all the time."""
+    other = PAYLOAD[::-1]
+
+    def play_of(payload: bytes) -> Play:
+        async def play(peer: Peer) -> None:
+            for _ in range(2):  # then a new connection has to be made
+                await peer.request()
+                await peer.send(answer(200, payload))
+
+        return play
+
+    chance = random.Random(27)
+    got = 0
+    async with bench(play_of(PAYLOAD)) as first, bench(play_of(other)) as second:
+        for _ in range(40):
+            tasks = {
+                asyncio.create_task(one.get(), name="get"): payload
+                for one, payload in ((first, PAYLOAD), (second, other))
+                for _ in range(6)
+            }
+            for task in chance.sample(list(tasks), 8):
+                await asyncio.sleep(chance.random() * 0.0005)
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task, payload in tasks.items():
+                if not task.cancelled():
+                    assert task.result() == payload
+                    got += 1
+    assert got >= 40 * 4
 
 
 async def test_connections_are_used_again() -> None:
