@@ -23,7 +23,8 @@ TURN_SECONDS: float
 """How long `Worker.progress` goes on while there is something to do."""
 
 def has_rdma() -> bool:
-    """Whether a network card of this host reads and writes memory by itself."""
+    """Whether a network card of this host reads and writes memory by itself, and the library (once
+    it is loaded) knows such cards, as the system's does and the wheel's does not."""
 
 def load() -> str:
     """Load the library, once a process.

@@ -47,7 +47,8 @@ _SEAL = struct.Struct("<4sI8s")  # magic, CRC-32 of all that follows it, context
 _RANGE = struct.Struct("<QQ?")  # address, bytes, whether writable
 
 _serials = itertools.count(1)
-_loaded = []
+_SYSTEM = "libucp.so.0"  # whatever the loader finds by this name
+_loaded = []  # what to say of the library, and what it was found as
 
 include "ucx_queue.pxi"
 
@@ -78,15 +79,15 @@ def unseal(bytes magic, bytes data):
 
 
 def has_rdma():
-    return bool(glob.glob("/sys/class/infiniband/*"))
+    # The wheel knows no such device.
+    return bool(glob.glob("/sys/class/infiniband/*")) and _loaded[1:] in ([], [_SYSTEM])
 
 
 def _candidates():
     """Paths of libucp.so.0, the best first."""
     found = []
-    # The wheel knows no such device.
     if has_rdma():
-        found.append("libucp.so.0")
+        found.append(_SYSTEM)
     wheel = importlib.util.find_spec("libucx")
     if wheel is not None:
         for folder in wheel.submodule_search_locations or []:
@@ -111,6 +112,7 @@ def load():
             if kv_ucx_load(encoded, path, error, ERROR_BYTES) == 0:
                 _loaded.append(
                     f"UCX {ucp_get_version_string().decode()} from {os.fsdecode(<bytes>path)}")
+                _loaded.append(candidate)
                 return _loaded[0]
             errors.append(error.decode(errors="replace"))
     finally:

@@ -850,6 +850,16 @@ def test_the_system_is_asked_first_where_it_has_a_device(monkeypatch: pytest.Mon
     assert with_device == ["libucp.so.0", *without]
 
 
+def test_a_card_that_the_wheel_does_not_know_is_none() -> None:
+    """Bytes between hosts would go the slow way."""
+    code = "import glob; glob.glob = lambda _: ['mlx5_0']\nfrom kvtier._core import ucx\n"
+    code += "system, wheel = ucx._candidates()\nprint(ucx.has_rdma())\n"
+    code += "ucx._candidates = lambda: [wheel]\nucx.load()\nprint(ucx.has_rdma())\n"
+    # The system's, as far as anybody can tell here.
+    code += "ucx._loaded[1] = system\nprint(ucx.has_rdma())\n"
+    assert run(code).stdout.split() == ["True", "False", "True"]
+
+
 def test_parts_of_two_installations_are_refused(tmp_path: Path) -> None:
     """The loader would take what another package loaded for what belongs to ours."""
     path = Path(ucx.load().rpartition(" from ")[2])

@@ -13,6 +13,7 @@ its own only to peers that have proven the token, or of this host.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
@@ -24,6 +25,8 @@ from kvtier.errors import ClosedError, ConfigError, TierLostError
 from kvtier.tiers.base import HostMemory
 from kvtier.tiers.p2p.transport import Link, Target, Transport
 from kvtier.tiers.p2p.ucx_loop import UcxLoop
+
+log = logging.getLogger(__name__)
 
 TRIAL_BYTES = 64
 """Read before a link is trusted: that a transport leads there shows only then."""
@@ -69,8 +72,15 @@ class UcxTransport(Transport):
                 "p2p: this kvtier was built without UCX: install libucx-cu12 and build it again, "
                 "or set transport: tcp"
             ) from exc
+        has_card = ucx.has_rdma()
         self.version = ucx.load()
         self._has_rdma = ucx.has_rdma()
+        if has_card and not self._has_rdma:
+            log.warning(
+                "p2p: %s does not know this host's card for RDMA: install the system's UCX "
+                "(libucx0), or bytes between hosts go over TCP",
+                self.version,
+            )
         try:
             context = ucx.Context()
             self._driver = UcxLoop(ucx.Worker(context))
