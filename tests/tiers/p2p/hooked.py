@@ -21,6 +21,7 @@ from kvtier.errors import PeerLostError
 from kvtier.tiers.p2p import tier as tier_module
 from kvtier.tiers.p2p import wire
 from kvtier.tiers.p2p.client import PeerClient
+from kvtier.tiers.p2p.guests import Guests
 from kvtier.tiers.p2p.options import P2pOptions
 from kvtier.tiers.p2p.server import Server
 from kvtier.tiers.p2p.tcp import _Served
@@ -47,6 +48,29 @@ OWNER_STEPS = (
     "owner-in-read",
     "owner-at-Return",
 )
+GIVER_STEPS = (
+    "reader-before-Push",
+    "reader-after-Push",
+    "owner-before-Challenge",
+    "owner-before-Welcome",
+    "owner-before-Lent",
+    "owner-after-Lent",
+    "owner-in-read",
+    "owner-at-Return",
+)
+"""Of a push, at the instance that has too much."""
+TAKER_STEPS = (
+    "owner-at-Push",
+    "reader-before-Hello",
+    "reader-before-Proof",
+    "reader-after-Lend",
+    "reader-in-read",
+    "reader-before-Return",
+    "taker-before-commit",
+    "owner-before-Taken",
+    "owner-after-Taken",
+)
+"""Of a push, at the one that has room."""
 FORGET = "forget-session"
 """The reader gives its sessions up, and makes new ones."""
 STATE = "state"
@@ -94,6 +118,7 @@ def install(steps: Steps) -> None:
     read, readable, writable = TcpLink.read, Channel._on_readable, _Served._on_writable
     get, turn = UcxLink.read, UcxLoop._turn
     gets = 0  # under way
+    commit, reclaim = Guests.commit, Guests.reclaim
 
     async def _ready(self: PeerClient, deadline: float) -> None:
         if steps.take(FORGET) is not None:
@@ -146,6 +171,15 @@ def install(steps: Steps) -> None:
         if any(answer.lease is not None for answer in self._answers):
             steps.at("owner-in-read")
 
+    def _commit(self: Guests, items: Any) -> None:
+        if items:
+            steps.at("taker-before-commit")
+        commit(self, items)
+
+    def _reclaim(self: Guests, count: int) -> None:
+        steps.at("taker-at-reclaim")
+        reclaim(self, count)
+
     for kind, name, hook in (
         (PeerClient, "_ready", _ready),
         (PeerClient, "_post", _post),
@@ -156,6 +190,8 @@ def install(steps: Steps) -> None:
         (UcxLoop, "_turn", _turn),
         (Channel, "_on_readable", _on_readable),
         (_Served, "_on_writable", _on_writable),
+        (Guests, "commit", _commit),
+        (Guests, "reclaim", _reclaim),
     ):
         setattr(kind, name, hook)
 
@@ -179,6 +215,9 @@ class HookedTier(P2pTier):
         state = {
             "tasks": sorted(task.get_name() for task in asyncio.all_tasks()),
             "clients": {str(one): client.is_up for one, client in self._clients.items()},
+            "in_use": 0
+            if self._guests is None
+            else len({*self._guests._filling, *self._guests._readers, *self._guests._leaving}),
         }
         path = Path(self.options.folder)
         (path / f"{STATE}.part").write_text(json.dumps(state))

@@ -190,6 +190,11 @@ class Instance:
             said[name] = engine.registry.value(f"kvtier_peer_{name}", ("p2p",)) or 0.0
         for side in ("owner", "reader"):
             said[side] = engine.registry.value("kvtier_peer_sessions", ("p2p", side)) or 0.0
+        said["lent"] = engine._planner.guests.slots
+        for name in ("kvtier_peer_guest_slots", "kvtier_tier_chunks"):
+            said[name.removeprefix("kvtier_")] = engine.registry.value(name, ("p2p",)) or 0.0
+        pushed = engine.registry.value("kvtier_chunks_total", ("p2p", "store", "done"))
+        said["pushed"] = pushed or 0.0
         for kind in ("corrupt_chunks_total", "breaker_opened_total"):
             said[kind] = engine.registry.value(f"kvtier_{kind}", ("p2p",)) or 0.0
         return said
