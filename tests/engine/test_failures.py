@@ -62,11 +62,11 @@ def test_damaged_bytes_are_never_ready() -> None:
 @pytest.mark.fault("H27")
 def test_a_hung_tier_does_not_hold_up_the_other() -> None:
     hung, good = Script("hung"), Script("good")
-    tiers = [scripted(hung, timeout_seconds=0.2), scripted(good)]
+    tiers = [scripted(hung, timeout_seconds=1.0), scripted(good)]
     with rig(
         slots=8,
         tiers=tiers,
-        lookup_timeout_seconds=2.0,
+        lookup_timeout_seconds=5.0,
         breaker={"failures": 1},
         on_reset="keep",
     ) as one:
@@ -82,7 +82,7 @@ def test_a_hung_tier_does_not_hold_up_the_other() -> None:
         calls = len(hung.calls)
         started = time.monotonic()
         assert one.load(keys(1, 2)) == 2
-        assert time.monotonic() - started < 0.15
+        assert time.monotonic() - started < 0.9
         assert [call for call in hung.calls[calls:] if call[0] == "exists"] == []
         hung.gates["exists"].open()
 

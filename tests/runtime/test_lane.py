@@ -312,17 +312,17 @@ def test_after_a_failure_a_tier_is_waited_for_only_a_little(run: Run, bench: Ben
 
         async def ask() -> tuple[Any, float]:
             started = time.monotonic()
-            answer = await lane.exists(keys(1), context(0.5), never())
+            answer = await lane.exists(keys(1), context(1.0), never())
             return answer, time.monotonic() - started
 
         script.gates["exists"].close()
         answer, seconds = await ask()
         assert answer is Outcome.TIMEOUT
-        assert seconds > 0.49
+        assert seconds > 0.99
         for _ in range(2):
             answer, seconds = await ask()
             assert answer is Outcome.TIMEOUT
-            assert 0.04 < seconds < 0.25
+            assert 0.09 < seconds < 0.8
         assert bench.health == []
         await until(lambda: bench.health == [(0, False, True, "no answer before the deadline")])
         assert bench.value("kvtier_chunks_total", "tier", "exists", "timeout") == 3

@@ -207,7 +207,7 @@ async def test_what_is_pinned_for_peers_is_bounded() -> None:
             # The rest has to wait, and does.
             started = time.monotonic()
             assert await reader.load(keys, reader.context(0.3)) == [Outcome.DROPPED] * 8
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < 2.0
             load = asyncio.create_task(reader.load(keys), name="load")
             await asyncio.sleep(0.05)
             client.give_back(lease)
@@ -298,7 +298,8 @@ async def test_no_transport_in_common_is_said(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_peer_that_is_not_there_costs_one_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "AGAIN_SECONDS", 5.0)
+    monkeypatch.setattr(client_module, "AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(client_module, "MAX_AGAIN_SECONDS", 60.0)
     port = free_port()
     async with instance(peers=(f"127.0.0.1:{port}",), connect_seconds=0.3) as reader:
         started = time.monotonic()
@@ -310,7 +311,7 @@ async def test_a_peer_that_is_not_there_costs_one_deadline(
             assert await reader.ask([key(1)]) == "-"
             with pytest.raises(PeerLostError):
                 await reader.ask([key(1)], reader.context(peer=f"127.0.0.1:{port}"))
-        assert time.monotonic() - started < 0.3
+        assert time.monotonic() - started < 10  # a deadline each would be 60
         assert reader.told()["kvtier_peer_failures_total", "connect"] == 1
 
 
