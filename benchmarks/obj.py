@@ -42,7 +42,7 @@ from kvtier.config import parse
 from kvtier.host.region import Region
 from kvtier.runtime.finder import LOAD_BATCH_BYTES
 from kvtier.runtime.lane import Lane
-from kvtier.runtime.service import Memory
+from kvtier.runtime.memory import Memory
 from kvtier.testing.contract import context, make_env
 from kvtier.tiers.base import Slot
 from kvtier.tiers.obj.metrics import METRICS

@@ -22,8 +22,8 @@ from kvtier.host.region import Region
 from kvtier.obs.metrics import Recorder, Registry
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
+from kvtier.runtime.memory import Memory
 from kvtier.runtime.process import ProcessCarrier
-from kvtier.runtime.service import Memory
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.tiers.registry import is_adapted
 

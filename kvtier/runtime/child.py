@@ -23,8 +23,9 @@ import uvloop
 
 from kvtier.host.region import Region
 from kvtier.runtime import messages as m
+from kvtier.runtime.memory import Memory
 from kvtier.runtime.process import FRAME, FrameReader, Setup
-from kvtier.runtime.service import Memory, TierService
+from kvtier.runtime.service import TierService
 
 NICE = 10
 """At equal priority the service triples the scheduler's 99th percentile on a full machine."""

@@ -23,7 +23,7 @@ from kvtier.tiers.tasks import TaskSet
 from kvtier.types import Outcome, Presence
 
 if TYPE_CHECKING:
-    from kvtier.runtime.service import Memory
+    from kvtier.runtime.memory import Memory
 
 log = logging.getLogger(__name__)
 

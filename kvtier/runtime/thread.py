@@ -20,7 +20,8 @@ from kvtier.config import Config
 from kvtier.errors import InternalError, TierLostError
 from kvtier.runtime import messages as m
 from kvtier.runtime.carrier import Carrier
-from kvtier.runtime.service import Memory, TierService
+from kvtier.runtime.memory import Memory
+from kvtier.runtime.service import TierService
 
 log = logging.getLogger(__name__)
 

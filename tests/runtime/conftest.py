@@ -16,7 +16,7 @@ from kvtier.host.region import Region
 from kvtier.obs.metrics import METRICS, Recorder, Registry
 from kvtier.runtime import messages as m
 from kvtier.runtime.lane import Lane
-from kvtier.runtime.service import Memory
+from kvtier.runtime.memory import Memory
 from kvtier.testing.faults import Script, ScriptedOptions, ScriptedTier
 from kvtier.tiers.base import TierEnv
 from kvtier.types import GroupGeometry, make_geometry

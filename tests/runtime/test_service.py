@@ -21,7 +21,7 @@ from kvtier.obs.events import Event
 from kvtier.runtime import lane as lane_module
 from kvtier.runtime import messages as m
 from kvtier.runtime import service as service_module
-from kvtier.runtime.service import Memory
+from kvtier.runtime.memory import Memory
 from kvtier.runtime.thread import ThreadCarrier
 from kvtier.testing.faults import Script, ScriptedTier, wait_until
 from kvtier.types import GroupGeometry, Outcome, make_geometry
