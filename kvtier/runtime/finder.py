@@ -99,6 +99,7 @@ class FindJob:
         self._heard = False  # since the last question
         self._tasks = TaskSet(f"kvtier-find-{message.job}")
         self._loads: set[asyncio.Task[None]] = set()
+        self._has_loaded = False
 
     def more(self, message: m.Lend | m.NoMoreSlots) -> None:
         """Slots have come, or none will."""
@@ -264,24 +265,32 @@ class FindJob:
         if not self._slots:
             return
         batch: list[int] = []
-        batch_bytes = 0
+        batch_bytes = most_bytes = 0
         cursor = -1
         for i in self._loadable():
             if len(batch) == len(self._slots):
                 break
             length = self._memory.length(self._message.keys[i])
-            if batch and (self._cursor[i] != cursor or batch_bytes + length > LOAD_BATCH_BYTES):
+            if batch and (self._cursor[i] != cursor or batch_bytes + length > most_bytes):
                 self._start_load(batch)
                 batch, batch_bytes = [], 0
                 if not self._slots:
                     break
+            if not batch:
+                cursor = self._cursor[i]
+                most_bytes = self._most_bytes(cursor)
             batch.append(i)
             batch_bytes += length
-            cursor = self._cursor[i]
         if batch:
             self._start_load(batch)
 
+    def _most_bytes(self, position: int) -> int:
+        """Of the next batch, from the tier at that position."""
+        tier = self._lanes[self._message.tiers[position]].tier
+        return LOAD_BATCH_BYTES if self._has_loaded else tier.first_load_bytes or LOAD_BATCH_BYTES
+
     def _start_load(self, positions: list[int]) -> None:
+        self._has_loaded = True
         items = []
         for i in positions:
             slot, generation = self._slots.popleft()

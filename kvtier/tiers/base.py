@@ -160,6 +160,9 @@ class Tier(abc.ABC):
     """"CPU" or "STORAGE", as in vLLM's events and tier filters."""
     locality: str | None = None
     """"LOCAL" or "REMOTE"; None where nobody has said: every filter lets it pass, as in vLLM."""
+    first_load_bytes: ClassVar[int | None] = None
+    """Most that a request's first load asks for, where what comes first should not wait for the
+    rest; None: as much as any other."""
     stores_at_once: ClassVar[int] = 1
     """Calls of ``store`` (8 MiB each) that one cascade may have under way: more where a store waits
     for an answer rather than for a disk."""

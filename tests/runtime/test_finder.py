@@ -223,6 +223,26 @@ def test_slots_that_come_late(run: Run, bench: Bench) -> None:
     run(main())
 
 
+def test_the_first_batch_is_small(run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tier that wants it so: the first chunks are there before the rest is."""
+    monkeypatch.setattr(finder, "LOAD_BATCH_BYTES", 3 * CHUNK)
+
+    async def main() -> None:
+        scripts, lanes = await three(bench)
+        fill(scripts[0], *range(8))
+        for first_bytes, expected in ((CHUNK, [1, 3, 3, 1]), (None, [3, 3, 2])):
+            monkeypatch.setattr(ScriptedTier, "first_load_bytes", first_bytes)
+            scripts[0].calls.clear()
+            find = Finding(bench, lanes, keys(*range(8)), slots=8)
+            await find.run()
+            loads = [len(names) for operation, names in scripts[0].calls if operation == "load"]
+            assert loads == expected
+            assert bench.index.drop(keys(*range(8))) == keys(*range(8))
+        await close(lanes)
+
+    run(main())
+
+
 def test_no_more_slots(run: Run, bench: Bench) -> None:
     async def main() -> None:
         scripts, lanes = await three(bench)

@@ -74,6 +74,7 @@ class P2pTier(Tier):
     medium: ClassVar[str] = "CPU"
     locality = "REMOTE"
     tells_news: ClassVar[bool] = True
+    first_load_bytes: ClassVar[int | None] = 1 << 20  # a peer makes checksums before the first byte
     options_type = P2pOptions
     options: P2pOptions
 
