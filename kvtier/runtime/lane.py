@@ -393,7 +393,8 @@ class Lane:
             gave_up = stop.done()
             # Others have been served since: it is busy, it does not hang.
             busy = self._served_at[operation] >= started
-            if busy or (gave_up and not self._in_vain(operation, started)):
+            blameless = busy or self.tier.waits_for_peers
+            if blameless or (gave_up and not self._in_vain(operation, started)):
                 breaker.inconclusive()
                 return Outcome.CANCELLED if gave_up else Outcome.TIMEOUT
             when = "its request gave up" if gave_up else "the deadline"

@@ -169,6 +169,9 @@ class Tier(abc.ABC):
     tells_news: ClassVar[bool] = False
     """Whether it calls ``TierContext.news``. Others are asked again and again for a key that they
     have called PENDING."""
+    waits_for_peers: ClassVar[bool] = False
+    """Whether its calls wait for others, each of which may hang alone: that a call does not end in
+    time says nothing of the tier then."""
     options_type: ClassVar[OptionsType]
     """Frozen struct with the tier's own configuration keys."""
 

@@ -187,6 +187,38 @@ def test_a_call_that_its_request_waited_for_in_vain_has_failed(
 
 @pytest.mark.parametrize("end", ["stop", "deadline"])
 @pytest.mark.parametrize("operation", ["exists", "load", "store"])
+def test_a_tier_is_not_blamed_for_a_peer_that_hangs(
+    run: Run, bench: Bench, monkeypatch: pytest.MonkeyPatch, operation: str, end: str
+) -> None:
+    """Nobody else is served meanwhile: all that there are wait for that peer."""
+    monkeypatch.setattr(ScriptedTier, "waits_for_peers", True)
+    script = Script("tier")
+
+    async def main() -> None:
+        lane = bench.lane(script, breaker={"failures": 1}, lookup_timeout_seconds=0.05)
+        await opened(lane)
+        slots = await items(bench, 1)
+        script.gates[operation].close()
+        stop = never()
+        limits = context(5.0 if end == "stop" else 0.1)
+        subject = keys(1) if operation == "exists" else slots
+        hangs = asyncio.ensure_future(getattr(lane, operation)(subject, limits, stop))
+        await waiting(script, operation)
+        await asyncio.sleep(0.06)
+        if end == "stop":
+            stop.set_result(None)
+        answer: Any = await hangs
+        expected = Outcome.CANCELLED if end == "stop" else Outcome.TIMEOUT
+        assert answer is expected or answer[0] == [expected]
+        script.gates[operation].open()
+        assert bench.health == []
+        await closed(lane)
+
+    run(main())
+
+
+@pytest.mark.parametrize("end", ["stop", "deadline"])
+@pytest.mark.parametrize("operation", ["exists", "load", "store"])
 def test_a_tier_that_serves_others_meanwhile_is_busy_and_does_not_hang(
     run: Run, bench: Bench, operation: str, end: str
 ) -> None:

@@ -75,6 +75,7 @@ class P2pTier(Tier):
     locality = "REMOTE"
     tells_news: ClassVar[bool] = True
     first_load_bytes: ClassVar[int | None] = 1 << 20  # a peer makes checksums before the first byte
+    waits_for_peers: ClassVar[bool] = True
     options_type = P2pOptions
     options: P2pOptions
 

@@ -4,7 +4,9 @@ tiers of one request side by side. Sizes are small, decisions the same."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import kvtier
+from kvtier.tiers.p2p import tier as tier_module
 from kvtier.types import Peer
 from tests.engine.rig import CHUNK, Rig, keys, payload, rig
 from tests.tiers.p2p.rig import free_port
@@ -332,3 +335,29 @@ async def test_as_a_library() -> None:
         assert [bytes(view) for view in loaded] == list(chunks.values())
         with pytest.raises(kvtier.ConfigError, match=r"kvtier\.Peer\('host:port'\)"):
             await reader.load(chunks, peer="127.0.0.1:5710")  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_hangs_does_not_keep_requests_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many requests wait for it on a busy loop, so that their calls end late."""
+    monkeypatch.setattr(tier_module, "MARGIN_SECONDS", -5.0)
+    config = {
+        "capacity_bytes": "1MiB",
+        "lookup_timeout_seconds": 0.3,
+        "breaker": {"failures": 2},
+    }
+    port = free_port()
+    names = keys(1, 2)
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        silent = Peer(f"127.0.0.1:{hangs.getsockname()[1]}")
+        async with (
+            kvtier.open({**config, "tiers": [p2p(port)]}, chunk_bytes=CHUNK) as other,
+            kvtier.open({**config, "tiers": [p2p(free_port())]}, chunk_bytes=CHUNK) as one,
+        ):
+            await other.store({name: payload(name) for name in names})
+            loads = [one.load(keys(number), peer=silent) for number in range(100, 110)]
+            assert await asyncio.gather(*loads) == [[]] * 10
+            got = await one.load(names, peer=Peer(f"127.0.0.1:{port}"))
+            assert [bytes(chunk) for chunk in got] == [payload(name) for name in names]
