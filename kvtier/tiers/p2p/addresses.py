@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
-import socket
 
 import msgspec
 
@@ -65,16 +63,3 @@ def address(text: str, default_port: int = DEFAULT_PORT) -> Address:
                 f"dial, like 10.0.0.7:{default_port}"
             )
     return Address(host, number)
-
-
-async def listening(host: str, port: int) -> Address:
-    """Where to listen, by number: ZeroMQ takes the names of interfaces for hosts' names. OSError if
-    the host is not known."""
-    return (await resolved(Address("0.0.0.0" if host == "*" else host, port)))[0]
-
-
-async def resolved(name: Address) -> list[Address]:
-    """All that the name stands for, the best one first. OSError if it is not known."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
-    return [Address(str(one[4][0]), name.port) for one in found]

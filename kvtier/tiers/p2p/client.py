@@ -25,6 +25,7 @@ import zmq.asyncio
 from kvtier.errors import PeerLostError
 from kvtier.tiers.p2p import wire
 from kvtier.tiers.p2p.addresses import Address
+from kvtier.tiers.p2p.names import Names
 from kvtier.tiers.p2p.server import ANEW, SILENT_BEATS, explanation
 from kvtier.tiers.p2p.sockets import Secure, make_socket, send_now
 from kvtier.tiers.p2p.transport import Link, Transport
@@ -121,6 +122,7 @@ class PeerClient:
         Boot id of this host.
     heartbeat_seconds, connect_seconds : float
     secure : Secure
+    names : Names
     count : callable
         Takes the cause of each failure, for metrics.
     clock : callable
@@ -138,6 +140,7 @@ class PeerClient:
         heartbeat_seconds: float,
         connect_seconds: float,
         secure: Secure,
+        names: Names,
         count: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -159,6 +162,7 @@ class PeerClient:
         self._beat_seconds = heartbeat_seconds
         self._connect_seconds = connect_seconds
         self._secure = secure
+        self._names = names
         self._count = count
         self._clock = clock
         self._tasks = TaskSet(f"kvtier-p2p-{address}")
@@ -359,9 +363,11 @@ class PeerClient:
         self._failures, self._failure, self._told = 0, None, ""
 
     async def _shake_hands(self) -> None:
+        # By number: ZeroMQ would look a name up in the one thread that all sessions share.
+        host = (await self._names.find(self.address.host))[0]
         socket = self._socket = make_socket(self._context, zmq.DEALER, self._secure)
         socket.setsockopt(zmq.ROUTING_ID, b"r" + os.urandom(16))
-        socket.connect(self.address.endpoint)
+        socket.connect(Address(host, self.address.port).endpoint)
         hello = wire.Hello(wire.VERSION, self._instance, os.urandom(wire.NONCE_BYTES))
         self._post(hello)
         challenge = await self._hear(socket)
@@ -386,7 +392,7 @@ class PeerClient:
         until = self._clock() + self._connect_seconds
         transport = self._transports[welcome.transport]
         try:
-            self._link = await transport.connect(self.address.host, welcome.offer, until)
+            self._link = await transport.connect(host, welcome.offer, until)
         except (OSError, TimeoutError):
             if len(names) > 1:
                 # Between containers of one host, say: the next session goes another way.

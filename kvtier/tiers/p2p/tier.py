@@ -21,11 +21,12 @@ import zmq.asyncio
 
 from kvtier.errors import ClosedError, ConfigError, PeerLostError, TierLostError
 from kvtier.tiers.base import Slot, Takes, Tier, TierContext, TierEnv
-from kvtier.tiers.p2p.addresses import LOCAL, LOOPBACK, Address, address, listening, resolved
+from kvtier.tiers.p2p.addresses import LOCAL, LOOPBACK, Address, address
 from kvtier.tiers.p2p.client import PeerClient, Self, Watched
 from kvtier.tiers.p2p.curve import Curve
 from kvtier.tiers.p2p.guests import Guests
 from kvtier.tiers.p2p.metrics import METRICS
+from kvtier.tiers.p2p.names import Names
 from kvtier.tiers.p2p.options import P2pOptions
 from kvtier.tiers.p2p.reader import Reader
 from kvtier.tiers.p2p.server import MAX_PUSHES, Server
@@ -92,6 +93,7 @@ class P2pTier(Tier):
         self._clients: OrderedDict[Address, PeerClient] = OrderedDict()
         self._static = [address(text) for text in options.peers]
         self._found: list[Address] = []  # by name
+        self._names = Names()
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._guests: Guests | None = None
         self._bad: OrderedDict[bytes, float] = OrderedDict()  # not asked for until then
@@ -228,9 +230,11 @@ class P2pTier(Tier):
         if port > 65535:
             raise ConfigError(f"{self.name}: replica {self.env.replica} would take port {port}")
         try:
-            return await listening(host, port)
+            # By number: ZeroMQ takes the names of interfaces for hosts' names.
+            found = await self._names.find("0.0.0.0" if host == "*" else host)
         except OSError as exc:
-            raise TierLostError(f"{self.name}: host {host!r} is unknown: {exc.strerror}") from exc
+            raise TierLostError(f"{self.name}: {exc}") from exc
+        return Address(found[0], port)
 
     @property
     def _token(self) -> bytes:
@@ -542,6 +546,7 @@ class P2pTier(Tier):
                 self.options.heartbeat_seconds,
                 self.options.connect_seconds,
                 _secure_nothing if self._curve is None else self._curve.secure_client,
+                self._names,
                 self._failed,
                 self.env.clock,
             )
@@ -553,15 +558,15 @@ class P2pTier(Tier):
         told = ""
         while True:
             try:
-                self._found = sorted(set(await resolved(name)))
+                found = await self._names.find(name.host)
+                self._found = sorted(Address(one, name.port) for one in found)
                 told = ""
             except OSError as exc:
                 # Those that were found last may be there all the same.
                 self._failed("dns")
-                text = f"{self.name}: no peers by the name {name.host}: {exc.strerror}"
-                if text != told:
-                    log.warning("%s", text)
-                    told = text
+                if str(exc) != told:
+                    told = str(exc)
+                    log.warning("%s: dns: %s", self.name, exc)
             await asyncio.sleep(RESOLVE_SECONDS)
 
     async def _tend(self) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from typing import Any
 
@@ -431,17 +433,6 @@ async def test_peers_by_name() -> None:
             assert await reader.load([there]) == [Outcome.DONE]
 
 
-async def test_a_name_without_peers_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tier_module, "RESOLVE_SECONDS", 0.01)
-    async with instance(dns="nobody.invalid", push=False) as reader:
-        for _ in range(3):
-            await until(lambda: ("kvtier_peer_failures_total", "dns") in reader.told())
-        assert await reader.ask([key(1)]) == "-"
-    assert caplog.text.count("no peers by the name nobody.invalid: ") == 1
-
-
 @pytest.mark.fault("P14")
 async def test_an_open_instance_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     async with instance(host="0.0.0.0"):
@@ -463,3 +454,49 @@ async def test_metrics() -> None:
         assert told["kvtier_peer_served_bytes_total",] == 5 * SIZE
         assert told["kvtier_peer_sessions", "owner"] == 1
         assert reader.told()["kvtier_peer_sessions", "reader"] == 1
+
+
+async def test_an_unknown_name_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tier_module, "RESOLVE_SECONDS", 0.01)
+    names = {"peers": ("nobody.invalid:1",), "dns": "nothing.invalid"}
+    async with instance(**names, push=False) as reader:
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"host 'nobody.invalid' is unknown: Name or"):
+            await reader.ask([key(1)])
+        assert time.monotonic() - started < 1.0
+        said = "dns: host 'nothing.invalid' is unknown: Name or"
+        for _ in range(3):
+            await until(lambda: ("kvtier_peer_failures_total", "dns") in reader.told())
+        assert caplog.text.count(said) == 1
+
+
+async def test_name_servers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One name cannot be looked up: other peers are asked as before, and the tier closes."""
+    look = socket.getaddrinfo
+    answer = threading.Event()
+
+    def getaddrinfo(host: str, *args: Any, **named: Any) -> Any:
+        if host.endswith(".invalid"):
+            answer.wait(30)
+        return look(host, *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    try:
+        async with instance() as owner:
+            there = owner.host.put(1)
+            async with instance(
+                peers=(owner.address,), dns="nothing.invalid", push=False
+            ) as reader:
+                slow = reader.context(0.3, peer="nobody.invalid:1")
+                for _ in range(3):
+                    with pytest.raises(PeerLostError, match=r"nobody.invalid:1: no"):
+                        await reader.ask([there], slow)
+                named = [one for one in threading.enumerate() if one.name == "kvtier-name"]
+                assert len(named) == 2
+                assert await reader.load([there]) == [Outcome.DONE]
+                started = time.monotonic()
+        assert time.monotonic() - started < 2.0
+    finally:
+        answer.set()
