@@ -13,6 +13,7 @@ its own only to peers that have proven the token, or of this host.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -192,6 +193,7 @@ def _ignored(error: str | None) -> None:
     """Nobody waits for it."""
 
 
+@functools.cache
 def boot_id() -> bytes:
     """Names the host since its start: the same in all its containers."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import threading
 import time
@@ -18,6 +20,7 @@ from kvtier.testing.contract import chunk
 from kvtier.tiers.p2p import client as client_module
 from kvtier.tiers.p2p import sharing as sharing_module
 from kvtier.tiers.p2p import tier as tier_module
+from kvtier.tiers.p2p import ucx as ucx_module
 from kvtier.tiers.p2p import wire
 from kvtier.tiers.p2p.transport import LeaseEndedError, Target
 from kvtier.types import Outcome
@@ -283,7 +286,8 @@ async def test_another_key_is_not_let_in() -> None:
         there = owner.host.put(1)
         for more in ({"curve_secret_key": key_option()}, {}):
             async with instance(peers=(owner.address,), connect_seconds=0.3, **more) as reader:
-                with pytest.raises(PeerLostError, match=r"no answer .* curve_secret_key"):
+                said = r"no answer within 0.3 s.* curve_secret_key is another one"
+                with pytest.raises(PeerLostError, match=said):
                     await reader.ask([there])
 
 
@@ -500,3 +504,24 @@ async def test_name_servers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) 
         assert time.monotonic() - started < 2.0
     finally:
         answer.set()
+
+
+async def test_without_a_file_descriptor_left_it_is_the_peer_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not the tier, whose other sessions stand."""
+
+    def open_(*args: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def make_socket(*args: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async with instance() as owner, instance(peers=(owner.address,)) as reader:
+        there = owner.host.put(1)
+        assert await reader.ask([there]) == "+"
+        monkeypatch.setattr(ucx_module, "open", open_, raising=False)
+        monkeypatch.setattr(client_module, "make_socket", make_socket)
+        with pytest.raises(PeerLostError, match=r"Too many open files"):
+            await reader.ask([there], reader.context(peer="127.0.0.1:9"))
+        assert await reader.load([there]) == [Outcome.DONE]
