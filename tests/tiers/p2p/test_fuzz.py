@@ -172,6 +172,8 @@ async def test_a_recorded_handshake_proves_nothing() -> None:
             recorded = wire.encode(proof(challenge, {"model": "org/model"}, b"hush"))
             await good.say(recorded)
             assert isinstance(await good.hear(), wire.Welcome)
+            await good.say(recorded)
+            assert (await good.hear()).field == "handshake"
         async with stranger(owner) as bad:
             await bad.say(recorded)
             assert (await bad.hear()).field == "handshake"

@@ -243,6 +243,11 @@ DIFFERENT = {
         {"model": "a", "x": "1"},
         "differ in x: the owner has '1'",
     ),
+    "field of the reader's": (
+        {"model": "a", "x": "1"},
+        {"model": "a"},
+        "differ in x: the owner has 'none', the reader '1'",
+    ),
 }
 
 
