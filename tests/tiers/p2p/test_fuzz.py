@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -105,6 +107,41 @@ async def test_garbage_is_refused_and_counted() -> None:
         await asyncio.sleep(0.1)
         assert owner.tier._server.sessions == 0
         await works(owner)
+
+
+class Bomb:
+    """Shows that it was unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.fault("P14")
+async def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """By an owner, as a message and in place of one's field, and by a reader."""
+    bomb = tmp_path / "bomb"
+    pickles = [pickle.dumps(Bomb(bomb), protocol) for protocol in range(6)]
+    async with instance() as owner, stranger(owner) as bad:
+        for data in pickles:
+            await bad.say(data)
+            assert (await bad.hear()).field == "message"
+            ask = [6, 1, [data], False, "", 0]
+            await bad.say(msgspec.msgpack.encode(ask))
+            assert (await bad.hear()).field == "message"
+        await works(owner)
+    for data in pickles:
+        async with (
+            owner_that(lambda m, data=data: [data], honest=False) as there,
+            instance(peers=(there,), connect_seconds=0.5) as reader,
+        ):
+            with pytest.raises(PeerLostError, match="does not speak this protocol"):
+                await reader.ask([key(1)])
+    assert not bomb.exists()
+    pickle.loads(pickles[0])
+    assert bomb.exists()
 
 
 FIELDS = [

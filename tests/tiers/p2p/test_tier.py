@@ -442,6 +442,37 @@ async def test_peers_by_name() -> None:
             assert await reader.load([there]) == [Outcome.DONE]
 
 
+async def test_a_name_of_many_peers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a headless service: pods come and go, and the one that asks is among them."""
+    monkeypatch.setattr(tier_module, "RESOLVE_SECONDS", 0.05)
+    port = free_port()
+    pods = ["127.0.0.9", "127.0.0.2", "127.0.0.3"]
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *rest: Any, **more: Any) -> Any:
+        if host != "pods.serving.svc":
+            return look_up(host, *rest, **more)
+        return [one for pod in pods for one in look_up(pod, *rest, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    more: dict[str, Any] = {"port": port, "dns": f"pods.serving.svc:{port}"}
+    async with instance(host="127.0.0.9", **more) as reader:
+        async with instance(host="127.0.0.2", **more) as one:
+            async with instance(host="127.0.0.3", **more) as other:
+                mine, theirs = one.host.put(1), other.host.put(2)
+                keys = [mine, theirs]
+                async with asyncio.timeout(5):
+                    while await reader.ask(keys) != "++":
+                        await asyncio.sleep(0.02)
+                assert await reader.load(keys) == [Outcome.DONE] * 2
+            pods.remove("127.0.0.3")
+            await until(lambda: len(reader.tier._found) == 2)
+            assert await reader.ask([mine]) == "+"
+        pods.append("127.0.0.4")
+        async with instance(host="127.0.0.4", **more) as young:
+            await until_answered(reader, young.host.put(3))
+
+
 @pytest.mark.fault("P14")
 async def test_an_open_instance_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     async with instance(host="0.0.0.0"):
