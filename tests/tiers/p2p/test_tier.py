@@ -22,6 +22,7 @@ from kvtier.tiers.p2p import sharing as sharing_module
 from kvtier.tiers.p2p import tier as tier_module
 from kvtier.tiers.p2p import ucx as ucx_module
 from kvtier.tiers.p2p import wire
+from kvtier.tiers.p2p.client import PeerClient
 from kvtier.tiers.p2p.transport import LeaseEndedError, Target
 from kvtier.types import Outcome
 from tests.tiers.p2p.rig import SIZE, Host, free_port, instance, until
@@ -217,6 +218,32 @@ async def test_what_is_pinned_for_peers_is_bounded() -> None:
             await asyncio.sleep(0.05)
             client.give_back(lease)
             assert await load == [Outcome.DONE] * 8
+
+
+async def test_a_timer_that_is_early_does_not_make_a_peer_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its deadline cuts a question for a lease of one that has no room, just before it is over."""
+    lend = PeerClient.lend
+    answered = 0
+
+    async def early(self: PeerClient, keys: Any, seconds: float, deadline: float) -> Any:
+        nonlocal answered
+        if answered:
+            while time.monotonic() < deadline - 0.0008:
+                pass
+            raise PeerLostError("no answer in time")
+        answered += 1
+        return await lend(self, keys, seconds, deadline)
+
+    async with instance(max_lease_bytes=SIZE) as owner, instance(peers=(owner.address,)) as reader:
+        keys = [owner.host.put(number) for number in range(2)]
+        await reader.ask(keys)
+        client = next(iter(reader.tier._clients.values()))
+        lease = await client.lend(keys[:1], 5.0, time.monotonic() + 5)
+        monkeypatch.setattr(PeerClient, "lend", early)
+        assert await reader.load(keys, reader.context(0.3)) == [Outcome.DROPPED] * 2
+        client.give_back(lease)
 
 
 @pytest.mark.fault("C26")
