@@ -39,6 +39,7 @@ from tests.tiers.p2p.peers import (
     reach,
     running,
     side_by_side,
+    state_of,
     until,
 )
 from tests.tiers.p2p.proxy import HERE, Proxy
@@ -273,6 +274,20 @@ def test_a_service_whose_engine_was_killed_says_so(tmp_path: Path) -> None:
         assert reader.load(ALL)["ready"] == 0
         assert "it has ended the session" in reader.log
         owner.start()
+        pair.settle()
+
+
+def test_an_owner_that_makes_no_step_answers_as_ever(tmp_path: Path) -> None:
+    """Its engine hangs in a step, its service is another process."""
+    pair = Pair(tmp_path / "pair", "process")
+    owner, reader = pair.owner, pair.reader
+    with pair.running():
+        pair.settle()
+        os.kill(owner.process.pid, signal.SIGSTOP)
+        assert reader.load(ALL)["ready"] == CHUNKS
+        assert state_of(owner.process.pid) == "T"
+        os.kill(owner.process.pid, signal.SIGCONT)
+        owner.do("rest")
         pair.settle()
 
 
