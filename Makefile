@@ -38,7 +38,11 @@ bench: setup ## run the load generator on its default: host memory and a tempora
 	$(BIN)/python -m kvtier.bench $(BENCH_ARGS)
 
 test: $(VENV)/.vllm build/.plain ## run all tests that this machine allows
+ifeq ($(strip $(TEST_ARGS)),)
+	$(BIN)/python -m tests.run --timed tests/vllm tests/bench
+else
 	$(BIN)/python -m pytest $(TEST_ARGS)
+endif
 
 lint: $(VENV)/.dev ## ruff, mypy, cython-lint
 	$(BIN)/ruff check .

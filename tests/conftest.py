@@ -121,8 +121,8 @@ def others_run() -> bool:
         return found
 
     mine = line(os.getpid())
-    # The outermost run that this one is part of, a test of these checks for example.
-    root = [pid for pid in mine if "pytest" in commands[pid]][-1:]
+    # The outermost run that this one is part of: of these checks' tests, or of both side by side.
+    root = [pid for pid in mine if re.search(r"pytest|tests\.run", commands[pid])][-1:]
     return any(
         re.search("pytest|kvtier", command)
         for pid, command in commands.items()

@@ -154,3 +154,69 @@ def test_faults_select_and_are_checked(tmp_path: Path) -> None:
     )
     assert "1 passed, 1 deselected" in run(tmp_path, text, "--fault", "C26")
     assert "names no fault" in run(tmp_path, text.replace("C26", "leaky"))
+
+
+SIDE_BY_SIDE = {
+    "one/test_first.py": """
+import test_last
+
+def test_it():
+    test_last.meet("first", "last")
+""",
+    "test_last.py": """
+import os, pathlib, time
+import pytest
+from kvtier.host import files
+
+REGION = f"/dev/shm/kvtier-{os.getuid()}-house-run"
+HERE = pathlib.Path(__file__).parent
+
+def meet(mine, other):
+    assert not os.path.exists(REGION)
+    fd = files.create_nameless("/dev/shm")
+    files.try_lock(fd, exclusive=False)
+    files.link(fd, REGION)
+    (HERE / mine).touch()
+    end = time.monotonic() + 60
+    while not (HERE / other).exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.unlink(REGION)
+    os.close(fd)
+    assert mine not in os.environ["BAD"]
+
+def test_it():
+    meet("last", "first")
+
+@pytest.mark.timed
+def test_speed():
+    assert "timed" not in os.environ["BAD"]
+""",
+}
+
+
+@pytest.mark.needs("mount")
+@pytest.mark.parametrize("bad", ["", "first", "last", "timed"])
+def test_two_runs_side_by_side(tmp_path: Path, bad: str) -> None:
+    """They meet, neither sees the other's regions, and each one's failure is the failure of all."""
+    (tmp_path / "one").mkdir()
+    for name, text in SIDE_BY_SIDE.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers =\n  timed: timed\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.run", "--timed", "one", "--", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "BAD": bad},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == bool(bad), done.stdout + done.stderr
+    ends = done.stdout.splitlines()[-3:]
+    for line, (name, mine) in zip(
+        ends, {"one": "first", "all others": "last", "timed": "timed"}.items(), strict=True
+    ):
+        assert re.match(
+            f"{name}: exit {int(mine == bad)}, 1 {'failed' if mine == bad else 'passed'}", line
+        ), done.stdout
