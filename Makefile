@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CORE := $(wildcard kvtier/_core/*.pyx kvtier/_core/*.pxd kvtier/_core/*.pxi kvtier/_core/*.h)
 # Tests of code in Python alone: bounds checks in the compiled parts find nothing there.
-PYTHON_ONLY := tests/tiers/obj $(patsubst %,tests/tiers/p2p/test_%.py,contract fuzz networks news options processes push push_processes recovery sharing tcp tier)
+PYTHON_ONLY := tests/tiers/obj tests/tiers/fs/test_pool.py tests/device/test_fake.py \
+	$(patsubst %,tests/runtime/test_%.py,breaker tasks) \
+	$(patsubst %,tests/test_%.py,benchmarks dependencies events faults house http imports metrics proxy) \
+	$(patsubst %,tests/tiers/p2p/test_%.py,contract fuzz networks news options processes push push_processes recovery sharing tcp tier)
 BENCH_ARGS ?=
 TEST_ARGS ?=
 

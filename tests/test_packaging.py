@@ -62,7 +62,13 @@ def run(*command: str, cwd: Path, seconds: float = 400) -> str:
     return done.stdout
 
 
+PLAIN_BUILD_ONLY = pytest.mark.skipif(
+    os.environ.get("KVTIER_CHECKS") == "1", reason="it builds by itself, and what make test builds"
+)
+
+
 @pytest.mark.slow
+@PLAIN_BUILD_ONLY
 @pytest.mark.needs("registry")
 def test_a_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
     """As a user runs it: ``pip wheel .`` in a clean copy of the tree, with no build tools but those
@@ -84,7 +90,7 @@ def test_a_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("KVTIER_CHECKS") == "1", reason="the plain build does it")
+@PLAIN_BUILD_ONLY
 @pytest.mark.needs("registry", "newer-python")
 def test_a_newer_python_builds_and_serves(tmp_path: Path) -> None:
     """Everything else runs on one version: asyncio is not the same in the next ones (gathering
