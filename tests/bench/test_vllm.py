@@ -19,6 +19,7 @@ from kvtier.bench.__main__ import main
 from kvtier.bench.results import Report
 from tests.bench.test_workload import row, write
 from tests.vllm.conftest import checkpoint
+from tests.vllm.engine import ONE_THREAD
 from tests.vllm.serve import Server, command, family
 
 __all__ = ["checkpoint"]
@@ -49,8 +50,8 @@ def read(directory: Path) -> Report:
 
 def bench(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     """Exit code of the load generator in vLLM, with a device cache for two conversations."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
     return main(
         [
             "--engine=vllm",
@@ -240,7 +241,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         *("--num-gpu-blocks-override", "28"),
         "--enable-prompt-tokens-details",
     ]
-    with Server([*words, *small], folder / "server") as running:
+    with Server([*words, *small], folder / "server", ONE_THREAD) as running:
         yield running
     shutil.rmtree(folder)
     shutil.rmtree(memory)

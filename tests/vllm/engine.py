@@ -29,6 +29,10 @@ START_SECONDS = 480.0
 CALL_SECONDS = 240.0
 TAIL_BYTES = 6000
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""A rank computes on one thread, on whichever core is free: several wait for each other in loops, a
+multiple of what these models cost. Without this vLLM has a thread on each core, bound to it."""
+
 
 class EngineError(Exception):
     """The engine answered with an error, died or took too long."""
@@ -50,7 +54,7 @@ class Engine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_COLOR": "0",
         }
-        env |= environment or {}
+        env |= ONE_THREAD | (environment or {})
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.vllm.engine", str(theirs.fileno())],

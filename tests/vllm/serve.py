@@ -98,9 +98,13 @@ class Server:
         The command.
     folder : Path
         For the log and what the installation lacks.
+    environment : dict of str, optional
+        Besides pytest's.
     """
 
-    def __init__(self, words: list[str], folder: Path) -> None:
+    def __init__(
+        self, words: list[str], folder: Path, environment: dict[str, str] | None = None
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.log = folder / "log"
         self.model = words[2]
@@ -115,6 +119,7 @@ class Server:
             "VLLM_LOGGING_COLOR": "0",
             "PYTHONPATH": f"{ROOT}:{_named_vllm(folder)}",
         }
+        env |= environment or {}
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
                 [

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import series
+from tests.vllm.engine import ONE_THREAD, series
 from tests.vllm.serve import ROOT, Server, command, free_ports
 from tests.vllm.test_serve import SMALL
 from tests.vllm.test_slice import BLOCK_TOKENS, HOST_BYTES, prompt
@@ -130,7 +130,7 @@ def test_completions_and_chats_through_the_proxy(
         words = command(model, HOST_BYTES, own_shm_directory, tmp_path / "files")
         words[words.index("--kv-transfer-config") + 1] = config(own_shm_directory, port)
         # Both start at the same time.
-        servers.append(Server([*words, *more], tmp_path / f"server-{port - ports}"))
+        servers.append(Server([*words, *more], tmp_path / f"server-{port - ports}", ONE_THREAD))
     first, second = servers
     with first, second, proxy(tmp_path / "proxy", servers, ports) as port:
         asked = {

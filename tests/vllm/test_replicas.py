@@ -15,6 +15,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.obs.publisher import decode_message
+from tests.vllm.engine import ONE_THREAD
 from tests.vllm.serve import Server, command, free_ports
 from tests.vllm.test_serve import SMALL
 from tests.vllm.test_slice import BLOCK_TOKENS, FILLER_TOKENS, FULL_BLOCKS, HOST_BYTES, prompt
@@ -106,7 +107,7 @@ def test_two_replicas(
     }
     words[place] = json.dumps(config)
     more = [*SMALL, *("--data-parallel-size", str(len(REPLICAS))), *("--api-server-count", "1")]
-    with Server([*words, *more], tmp_path / "server") as server:
+    with Server([*words, *more], tmp_path / "server", ONE_THREAD) as server:
         assert len(list(own_shm_directory.iterdir())) == len(REPLICAS)
         log = server.log.read_text(errors="replace")
         for number in REPLICAS:

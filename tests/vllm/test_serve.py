@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine import series
+from tests.vllm.engine import ONE_THREAD, series
 from tests.vllm.serve import ROOT, Server, command, readme_command
 from tests.vllm.test_identity import ADVICE
 from tests.vllm.test_slice import (
@@ -141,7 +141,7 @@ def test_kills_leave_nothing_after_the_next_start_and_sigterm_leaves_nothing(
     words = command(checkpoint("full"), HOST_BYTES, own_shm_directory, tmp_path / "files")
     place = words.index("--shutdown-timeout")
     del words[place : place + 2]
-    with Server([*words, *SMALL], tmp_path / "first") as server:
+    with Server([*words, *SMALL], tmp_path / "first", ONE_THREAD) as server:
         assert len(service(server)) == 1
         server.complete(prompt(1))
         control, _ = server.complete(prompt(1))
@@ -151,7 +151,7 @@ def test_kills_leave_nothing_after_the_next_start_and_sigterm_leaves_nothing(
         server.kill()
         assert server.left_alive(15.0) == {}
     left = set(own_shm_directory.iterdir())
-    with Server([*words, *SMALL], tmp_path / "second") as server:
+    with Server([*words, *SMALL], tmp_path / "second", ONE_THREAD) as server:
         (mine,) = own_shm_directory.iterdir()
         assert mine not in left
         assert ("kvtier_chunks_total", "fs", "store done") not in series(server.get("/metrics"))
