@@ -133,25 +133,26 @@ class Engine:
 
 
 class Processes:
-    """A process that has loaded vLLM, lent to one test after the other.
+    """Two processes that have loaded vLLM, lent to one test after the other.
 
     Most of an engine's start is loading vLLM, which a process does once; each test has an engine
-    of its own in it. Where a test failed the process is not lent again. Then, and while it is
+    of its own in it. Where a test failed the process is not lent again. Then, and while both are
     lent, each caller gets a process of its own.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._made = 0
-        self._idle: Engine | None = None
+        self._idle: list[Engine] = []
 
     def __enter__(self) -> Processes:
-        self._idle = self._make()
+        # Not when the first test asks: what is made during a test has to end with it.
+        self._idle = [self._make(), self._make()]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._idle is not None:
-            self._idle.close()
+        for engine in self._idle:
+            engine.close()
 
     def _make(self) -> Engine:
         self._made += 1
@@ -161,11 +162,11 @@ class Processes:
     @contextlib.contextmanager
     def lend(self) -> Iterator[Engine]:
         """A process without an engine; one that it has at the end is ended."""
-        engine, self._idle = self._idle, None
-        if engine is None:
+        if not self._idle:
             with self._make() as engine:
                 yield engine
             return
+        engine = self._idle.pop()
         engine.since = engine.log.stat().st_size
         try:
             yield engine
@@ -173,7 +174,7 @@ class Processes:
         except BaseException:
             engine.close()
             raise
-        self._idle = engine
+        self._idle.append(engine)
 
 
 class Host:

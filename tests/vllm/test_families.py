@@ -9,7 +9,6 @@ say where its bytes came from.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 from collections.abc import Callable, Iterator
@@ -298,23 +297,20 @@ class Served:
 
 
 class Pair:
-    """Two processes. Most of an engine's start is loading vLLM, which a process does once."""
+    """Two processes."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, reader: Engine) -> None:
         self._logs = logs
         self._made = 0
         self._writer: Engine | None = None
-        self.reader = self._make()
-
-    def _make(self) -> Engine:
-        self._made += 1
-        return Engine(self._logs / str(self._made), environment(1))
+        self.reader = reader
 
     @property
     def writer(self) -> Engine:
         """Another one where the last has ended."""
         if self._writer is None:
-            self._writer = self._make()
+            self._made += 1
+            self._writer = Engine(self._logs / str(self._made), environment(1))
         return self._writer
 
     def end_writer(self) -> None:
@@ -324,15 +320,15 @@ class Pair:
             assert self._writer.process.returncode is not None
             self._writer = None
 
-    def close(self) -> None:
-        self.end_writer()
-        self.reader.close()
-
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with contextlib.closing(Pair(tmp_path_factory.mktemp("engines"))) as made:
-        yield made
+def pair(tmp_path_factory: pytest.TempPathFactory, processes: Processes) -> Iterator[Pair]:
+    with processes.lend() as reader:
+        made = Pair(tmp_path_factory.mktemp("engines"), reader)
+        try:
+            yield made
+        finally:
+            made.end_writer()
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -445,7 +441,7 @@ def test_steps_that_end_inside_a_chunk_of_a_window(
             again = run(tokens)
             assert again["cached"] == (0 if lost else 2048)
             assert again["tokens"] == cold["tokens"]
-            warned = "blocks_per_chunk up to 2 avoids that" in engine.log.read_text("utf-8")
+            warned = "blocks_per_chunk up to 2 avoids that" in engine.text()
             assert warned == lost
             engine.call("stop")
 

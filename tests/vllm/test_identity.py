@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvtier.namespace import decode_json, difference
-from tests.vllm.engine import Engine, EngineError
-from tests.vllm.test_slice import BLOCK_TOKENS, DEVICE_BLOCKS, environment, prompt, same
+from tests.vllm.engine import Engine, EngineError, Processes
+from tests.vllm.test_slice import BLOCK_TOKENS, DEVICE_BLOCKS, prompt, same
 from tests.vllm.test_tiers import CHUNKS, Served, options, other_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -65,10 +65,11 @@ def bench(
     checkpoint: Callable[[str], Path],
     shm_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    processes: Processes,
 ) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("identity")
     model = shutil.copytree(checkpoint("full"), folder / "model")
-    with Engine(folder / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         bench = Bench(engine, model, shm_directory, folder / "files")
         first = bench.start()
         first.run(MINE)
@@ -168,7 +169,7 @@ def test_lost_and_damaged_files_are_no_failed_loads(bench: Bench) -> None:
 
 def test_the_policy_for_failed_loads_is_asked_for_at_the_start(bench: Bench) -> None:
     def told() -> int:
-        return bench.engine.log.read_text(errors="replace").count(ADVICE)
+        return bench.engine.text().count(ADVICE)
 
     before = told()
     bench.start()

@@ -14,9 +14,8 @@ import pytest
 from kvtier.tiers.fs.naming import chunk_path
 from tests.tiers.obj.memory_store import MemoryStore
 from tests.tiers.obj.scripted import playing_in_thread
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Engine, Processes
 from tests.vllm.test_families import Case, Served, same
-from tests.vllm.test_slice import environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -30,13 +29,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
-    """Most of an engine's start is loading vLLM, which a process does once."""
-    logs = tmp_path_factory.mktemp("engines")
-    with (
-        Engine(logs / "first", environment(1)) as first,
-        Engine(logs / "second", environment(1)) as second,
-    ):
+def pair(processes: Processes) -> Iterator[tuple[Engine, Engine]]:
+    with processes.lend() as first, processes.lend() as second:
         yield first, second
 
 
@@ -74,7 +68,7 @@ def tier(port: int) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reloads_are_exact(
     case: Case,
-    processes: tuple[Engine, Engine],
+    pair: tuple[Engine, Engine],
     checkpoint: Callable[[str], Path],
     shm_directory: Path,
     own_shm_directory: Path,
@@ -89,7 +83,7 @@ def test_reloads_are_exact(
             Served(case, model, shm, tmp_path, tier(port))
             for shm in (shm_directory, own_shm_directory)
         )
-        one.start(processes[0], device_cache=True)
+        one.start(pair[0], device_cache=True)
         try:
             cold = one.run()
             assert cold["cached"] == 0
@@ -99,7 +93,7 @@ def test_reloads_are_exact(
             assert control["cached"] == one.cached
             assert same(one.reload(files=True), control)
             # Another instance, beside the first one, that has never heard of these chunks.
-            other.start(processes[1], device_cache=False)
+            other.start(pair[1], device_cache=False)
             (full,) = (group for group, window in enumerate(one.windows) if window is None)
             names = [chunk_path(bytes.fromhex(key))[: -len("_0.kv")] for key in keys[full]]
             assert len(names) == one.cached // one.chunk_tokens
@@ -109,7 +103,7 @@ def test_reloads_are_exact(
                 wanted = names if window is None else names[-window - 1 :]
                 assert sorted(store.heads[group]) == sorted(f"{name}_{group}.kv" for name in wanted)
             one.stop()
-            one.start(processes[0], device_cache=False)
+            one.start(pair[0], device_cache=False)
             assert same(one.reload(files=True), control)
             one.keys = keys
             for group in one.kinds():

@@ -255,7 +255,7 @@ def test_more_prompts_than_host_memory_holds(served: Served) -> None:
 
 @pytest.mark.fault("L01")
 def test_a_killed_engine_leaves_nothing_after_the_next_start(
-    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     options = {
         "model": str(checkpoint("full")),
@@ -268,7 +268,7 @@ def test_a_killed_engine_leaves_nothing_after_the_next_start(
         (killed,) = own_shm_directory.iterdir()
         engine.kill()
     assert list(own_shm_directory.iterdir()) == [killed]
-    with Engine(tmp_path / "second", environment(1)) as engine:
+    with processes.lend() as engine:
         engine.start(**options)
         (second,) = own_shm_directory.iterdir()
         assert second != killed

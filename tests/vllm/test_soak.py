@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engine import Engine
-from tests.vllm.test_slice import environment
+from tests.vllm.engine import Engine, Processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -52,7 +51,10 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.fault("C02", "C15", "C22", "C26", "K09", "L07", "L09")
 def test_conversations_over_failing_tiers(
-    checkpoint: Callable[[str], Path], own_shm_directory: Path, tmp_path: Path
+    checkpoint: Callable[[str], Path],
+    own_shm_directory: Path,
+    tmp_path: Path,
+    processes: Processes,
 ) -> None:
     model = str(checkpoint("full"))
     faulty = {
@@ -69,7 +71,7 @@ def test_conversations_over_failing_tiers(
         "secondary_tiers": [faulty, files],
         "breaker": {"failures": 30, "open_seconds": 0.5},
     }
-    with Engine(tmp_path / "log", environment(1)) as engine:
+    with processes.lend() as engine:
         engine.start(model=model, extra=extra, **SMALL)
         free = engine.call("drive", name="state")["free_blocks"]
         engine.call("drive", name="add", request="first", prompt=list(range(3, 303)))
@@ -116,7 +118,7 @@ def test_conversations_over_failing_tiers(
         # The same questions again with every byte in host memory damaged.
         damaged = engine.call("damaged", answers=answers[-20:])
 
-    with Engine(tmp_path / "cold", environment(1)) as cold:
+    with processes.lend() as cold:
         cold.start(model=model, **SMALL)
         far = judge(cold, answers)
         print("farthest:", sorted(far)[-5:], "differ:", sum(one > 0.05 for one in far))

@@ -172,12 +172,11 @@ def test_tiers_of_other_people(
 
 
 def test_a_slow_copy_costs_a_step_nothing(
-    model: Path, own_shm_directory: Path, tmp_path: Path
+    model: Path, own_shm_directory: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """A request answers token by token while the blocks of others are copied, in both directions.
     Its steps go on during a copy of two seconds, and take no longer than without one."""
-    one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with Engine(tmp_path / "log", environment(1) | one_thread) as engine:
+    with processes.lend() as engine:
         arguments = options(model, own_shm_directory, tmp_path / "files", secondary_tiers=[])
         engine.start(**(arguments | {"blocks": 64}))
 
