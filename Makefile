@@ -66,10 +66,11 @@ checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invari
 		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm and not timed" $(addprefix --ignore=,$(PYTHON_ONLY)) $(TEST_ARGS)
 	@echo "left out of this build: the tests with vLLM and those of speeds (marked vllm, timed), and those of $(PYTHON_ONLY), which meet no compiled part; make test runs them"
 
-soak: $(VENV)/.vllm build/.plain ## an object store that fails at random, peers that die at random
+soak: $(VENV)/.vllm build/.plain ## object stores and tiers that fail at random, peers that die at random
 	KVTIER_SOAK_OPERATIONS=100000 $(BIN)/python -m pytest -s tests/tiers/obj/test_soak.py
 	KVTIER_SOAK_SECONDS=120 $(BIN)/python -m pytest -s tests/tiers/p2p/test_processes.py \
 		-k "random_moments or mesh"
+	KVTIER_SOAK_SECONDS=60 $(BIN)/python -m pytest -s tests/vllm/test_soak.py
 
 benchmarks: setup $(VENV)/.vllm ## all benchmarks, vLLM's own parts beside them, as one page
 	$(BIN)/python -m benchmarks
