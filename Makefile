@@ -12,6 +12,8 @@ PYTHON_ONLY := tests/tiers/obj tests/tiers/fs/test_pool.py tests/device/test_fak
 	$(patsubst %,tests/tiers/p2p/test_%.py,contract fuzz networks news options processes push push_processes recovery sharing tcp tier)
 BENCH_ARGS ?=
 TEST_ARGS ?=
+# Tests start hundreds of processes; each of them would compile kvtier's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup test soak bench lint checks deps-ci clean benchmarks
 
@@ -63,7 +65,8 @@ checks: $(VENV)/.vllm ## the same tests on a build with bounds checks and invari
 	fi
 	cd build/checked-tree && KVTIER_CHECKS=1 KVTIER_WERROR=1 ../../$(BIN)/python setup.py --quiet build_ext --inplace --force
 	export KVTIER_TRACES="$${KVTIER_TRACES:-$(CURDIR)/../shared/traces}"; \
-		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m pytest -m "not vllm and not timed" $(addprefix --ignore=,$(PYTHON_ONLY)) $(TEST_ARGS)
+		cd build/checked-tree && KVTIER_CHECKS=1 ../../$(BIN)/python -m $(if $(strip $(TEST_ARGS)),pytest,tests.run tests/engine tests/core --) \
+		-m "not vllm and not timed" $(addprefix --ignore=,$(PYTHON_ONLY)) $(TEST_ARGS)
 	@echo "left out of this build: the tests with vLLM and those of speeds (marked vllm, timed), and those of $(PYTHON_ONLY), which meet no compiled part; make test runs them"
 
 soak: $(VENV)/.vllm build/.plain ## object stores and tiers that fail at random, peers that die at random
