@@ -76,5 +76,6 @@ setup(
         list(EXTENSIONS.values()),
         compiler_directives=DIRECTIVES,
         build_dir="build/checked" if CHECKS else "build/plain",
-    )
+    ),
+    options={"build_ext": {"parallel": True}},  # a compiler on each core
 )
