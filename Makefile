@@ -44,7 +44,7 @@ bench: setup ## run the load generator on its default: host memory and a tempora
 
 test: $(VENV)/.vllm build/.plain ## run all tests that this machine allows
 ifeq ($(strip $(TEST_ARGS)),)
-	$(BIN)/python -m tests.run --timed tests/vllm tests/bench
+	$(BIN)/python -m tests.run --timed tests/vllm tests/bench tests/test_packaging.py
 else
 	$(BIN)/python -m pytest $(TEST_ARGS)
 endif
