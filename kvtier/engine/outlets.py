@@ -121,7 +121,7 @@ class Outlets:
         """What the service has counted, or what its tiers did by themselves."""
         if isinstance(message, m.Samples):
             self.registry.apply(_samples.decode(message.data), source="service")
-        else:
+        elif self.events.active:
             self.events.emit_many(_events.decode(message.data))
 
     def emit(

@@ -50,7 +50,7 @@ PUSH_AHEAD = 0.125
 """Part of host memory, its oldest chunks, that is kept free or pushed to peers while nobody else
 has them."""
 PUSH_PORTION = 1 / 8
-"""When so much of that part has moved on, it is looked through for what is to be pushed."""
+"""When so much of that part has moved on, it is looked through again for what is to be pushed."""
 PUSH_CHUNKS = 256
 """Pushed in one step, at most."""
 PUSH_PAUSE_SECONDS = 1.0
@@ -157,7 +157,7 @@ class Stores:
                 self._flush_backlog(i, tier, now)
             if idle and tier.backlog and tier.writable:
                 self._hand_over(i, tier, now)
-        if self._pushes is not None and now >= self._push_at:
+        if self._pushes is not None and self._state.turnover >= self._push_turnover:
             self._push(self._pushes, now)
 
     def _push(self, i: int, now: float) -> None:
@@ -167,18 +167,16 @@ class Stores:
         left, and while another tier takes the chunks, nothing is pushed.
         """
         tier = self._tiers[i]
-        if any(one.takes is Takes.ALL and one.writable for one in self._tiers):
+        if now < self._push_at or not tier.writable:
             return
-        if self._state.turnover < self._push_turnover or not tier.writable:
+        if any(one.takes is Takes.ALL and one.writable for one in self._tiers):
             return
         ahead = int(PUSH_AHEAD * self._index.available)
         within = ahead - self._index.free_for(0) - tier.inflight_bytes // self._least_bytes
         room = (tier.bound_bytes - tier.inflight_bytes) // max(self._state.payload_bytes)
         n = min(within, room, PUSH_CHUNKS)
-        if n <= 0:
-            return
-        keys = self._index.oldest_unsaved(n, within)
-        if len(keys) < n:
+        keys = self._index.oldest_unsaved(n, within) if n > 0 else []
+        if len(keys) < n or within <= 0:
             self._push_turnover = self._state.turnover + max(1, int(PUSH_PORTION * ahead))
         if keys:
             tier.inflight_bytes += self._length_bytes(keys)
