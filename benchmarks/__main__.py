@@ -23,7 +23,18 @@ from typing import Any
 
 from benchmarks.harness import machine
 
-NAMES = ("index", "layout", "fs", "step", "vllm_manager", "vllm_load", "obj", "peer", "bench")
+NAMES = (
+    "index",
+    "layout",
+    "fs",
+    "step",
+    "vllm_manager",
+    "vllm_load",
+    "obj",
+    "peer",
+    "push",
+    "bench",
+)
 """`bench` is the load generator on its default."""
 PEER = {
     "index": ("vllm",),
