@@ -18,7 +18,7 @@ KEEP = 0.25
 SCARCE = 0.125
 """When less is free, slots are asked back."""
 PORTION = 1 / 16
-"""Of all slots, lent or asked back at a time."""
+"""Of all slots, lent at a time; no fewer are asked back."""
 
 
 class Guests:
@@ -62,7 +62,8 @@ class Guests:
                 self.lent.add(slots.tobytes(), generations.tobytes())
                 self._state.out.append(m.Host(self._tier, slots.tobytes(), generations.tobytes()))
         elif free < SCARCE * available and self._asked_back < self.slots:
-            n = min(portion, self.slots - self._asked_back)
+            # All that is missing: a burst may go on in the next step.
+            n = min(max(portion, int(KEEP * available) - free), self.slots - self._asked_back)
             self._asked_back += n
             self._state.out.append(m.Reclaim(self._tier, n))
 

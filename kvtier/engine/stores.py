@@ -171,7 +171,7 @@ class Stores:
             return
         if any(one.takes is Takes.ALL and one.writable for one in self._tiers):
             return
-        ahead = int(PUSH_AHEAD * self._index.available)
+        ahead = max(1, int(PUSH_AHEAD * self._index.available))
         within = ahead - self._index.free_for(0) - tier.inflight_bytes // self._least_bytes
         room = (tier.bound_bytes - tier.inflight_bytes) // max(self._state.payload_bytes)
         n = min(within, room, PUSH_CHUNKS)

@@ -101,6 +101,34 @@ def test_free_memory_is_lent_and_taken_back_before_own_chunks_have_to_go() -> No
         assert large.load(keys(*range(240))) == 240
 
 
+def test_what_a_burst_lacks_is_asked_back_at_once() -> None:
+    with pair(slots=(64, 256)) as (_, large):
+        large.until(lambda: guests(large) == 128)
+        large.settle()
+        large.store(keys(*range(120)))
+        deadline = time.monotonic() + 10
+        while guests(large) > 128 - (64 - 8):  # a quarter is free again, with no further step
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+            large.engine.poll()
+        large.store(keys(*range(120, 176)))
+        large.settle()
+        assert large.value("kvtier_evicted_total") == 0
+
+
+def test_a_host_memory_of_a_few_slots_pushes_too() -> None:
+    with pair(slots=(6, 512)) as (small, large):
+        large.until(lambda: guests(large) == 256)
+        for number in range(12):
+            small.store(keys(number))
+            for _ in range(30):
+                small.step()
+                time.sleep(0.002)
+        small.settle()
+        assert small.value("kvtier_chunks_total", "p2p", "store", "done") >= 6
+        assert small.value("kvtier_evicted_unsaved_total") <= 2
+
+
 def test_a_reset_and_a_dead_service_bring_lent_slots_back() -> None:
     with pair("process", slots=(64, 128)) as (_, large):
         large.until(lambda: guests(large) == 64)
