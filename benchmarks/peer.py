@@ -376,7 +376,7 @@ async def beside_nixl(sizes: Sequence[str], rounds: int) -> list[Case]:
 
 
 class Two:
-    """An owner and a reader of one system."""
+    """An owner and a reader of one system, which are stopped while the other system's run."""
 
     def __init__(self, system: str) -> None:
         self._port = free_port()
@@ -388,20 +388,31 @@ class Two:
             self._owner.answer()
             self._reader.answer()
             self._owner.do("store", (2 * REQUESTS + 2) * CHUNKS)
+            self._pause()
         except BaseException:
             self.close()
             raise
 
     def pace(self, seconds: float) -> None:
         """Of the owner's steps."""
+        self._owner.go_on()
         self._owner.do("pace", seconds)
+        self._pause()
 
     def first(self) -> float:
         """Seconds to the first chunk of a new request."""
         begin, self._used = self._used, self._used + CHUNKS
-        # At any moment of the owner's step.
-        time.sleep(random.random() * STEP_SECONDS)
-        return float(self._reader.do("ask", list(range(begin, self._used)), self._port))
+        for child in (self._owner, self._reader):
+            child.go_on()
+        # At any moment of the owner's step, and a few of them later.
+        time.sleep((2.0 + random.random()) * STEP_SECONDS)
+        seconds = float(self._reader.do("ask", list(range(begin, self._used)), self._port))
+        self._pause()
+        return seconds
+
+    def _pause(self) -> None:
+        for child in (self._owner, self._reader):
+            child.pause()
 
     def close(self) -> None:
         self._owner.close()
