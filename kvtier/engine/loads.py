@@ -396,6 +396,7 @@ class Loads:
         generations = record.lent.take(message.slots)
         self._not_lent(record, len(keys))
         new = self._index.adopt(slots, generations, keys, m.words(message.crcs), pin=alive)
+        self._state.turnover += len(keys)
         places = record.places[loaded]
         chunks.loaded(places)
         request.sources.update(dict.fromkeys(keys, message.tier))

@@ -203,7 +203,7 @@ class State:
         """Messages for the service, not sent yet."""
         self.job = 0
         self.turnover = 0
-        """Chunks stored and chunks evicted so far: how far the order of eviction has moved on."""
+        """Chunks stored, loaded and evicted so far: how far the order of eviction has moved on."""
 
     def next_job(self) -> int:
         """A number that no job has had."""

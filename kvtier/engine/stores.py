@@ -177,7 +177,9 @@ class Stores:
         n = min(within, room, PUSH_CHUNKS)
         keys = self._index.oldest_unsaved(n, within) if n > 0 else []
         if len(keys) < n or within <= 0:
-            self._push_turnover = self._state.turnover + max(1, int(PUSH_PORTION * ahead))
+            # With room left, later: it has to be taken first.
+            portion = max(1, int(PUSH_PORTION * ahead), -within // 4)
+            self._push_turnover = self._state.turnover + portion
         if keys:
             tier.inflight_bytes += self._length_bytes(keys)
             self._cascade(keys, [i], None, now)
