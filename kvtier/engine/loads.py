@@ -118,7 +118,7 @@ class Loads:
             self._state.recorder.add("kvtier_hold_expired_total", request.chunks.num_held)
             self.release(request)
         for record in list(self.finds.values()):
-            if record.ended:
+            if record.ended or record.stale:
                 continue
             if now < record.deadline:
                 self._expires_at = min(self._expires_at, record.deadline)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -222,3 +224,34 @@ def test_sampled_check_looks_at_some() -> None:
         one.settle()
         assert one.load(names) == 4
         assert one.value("kvtier_verified_chunks_total", "ok") == 2
+
+
+@pytest.mark.fault("C23", "H27")
+def test_a_find_that_outlives_a_reset_ends_without_its_request() -> None:
+    """The service stands still while the time of its find passes; the request knows no chunks."""
+    with rig(
+        slots=8,
+        tiers=[EXAMPLE | {"timeout_seconds": 0.1}],
+        isolation="process",
+        on_reset="keep",
+        lookup_timeout_seconds=0.1,
+    ) as one:
+        one.store(keys(1, 2, 3))
+        one.settle()
+        one.engine.reset()
+        one.settle()
+        reader = one.context()
+        pid = one.engine._supervisor.carrier.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert one.engine.lookup(key(1), reader) is Lookup.RETRY
+            one.engine.end_step()
+            assert one.engine._planner.loads.finds
+            one.engine.reset()
+            time.sleep(0.3)
+            one.engine.end_step()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        one.settle()
+        assert one.engine.idle
+        one.engine.finish_request(reader)
