@@ -38,8 +38,10 @@ def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
 
 
 def environment(tp: int) -> dict[str, str]:
-    """One rank: everything in one process. Two: vLLM's usual processes."""
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tp == 1 else {}
+    """One rank: everything in one process. Two: vLLM's usual processes, a core for each."""
+    if tp == 1:
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp))}
 
 
 class Served:
