@@ -21,6 +21,9 @@ from kvtier.types import Geometry, Presence, key_group
 PRESENCE = bytes.maketrans(bytes((READY, WRITING)), bytes((Presence.PRESENT, Presence.PENDING)))
 """Of states; FREE is ABSENT."""
 
+INLINE_BYTES = 1 << 20
+"""Checksums of so much are made on the loop: to a thread and back takes longer."""
+
 
 class Memory:
     """The region as the service sees it: makes ``Slot`` objects, takes and checks CRCs.
@@ -106,8 +109,11 @@ class Memory:
     async def _crcs(self, items: Sequence[Slot]) -> list[int]:
         addresses = np.array([item.address for item in items], dtype=np.uint64)
         lengths = np.array([item.length for item in items], dtype=np.int64)
-        loop = asyncio.get_running_loop()
-        crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
+        if lengths.sum() <= INLINE_BYTES:
+            crcs = crc32c_address(addresses, lengths)
+        else:
+            loop = asyncio.get_running_loop()
+            crcs = await loop.run_in_executor(self._pool, crc32c_address, addresses, lengths)
         return [int(crc) for crc in crcs]
 
     def close(self) -> None:

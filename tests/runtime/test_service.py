@@ -253,6 +253,7 @@ def test_events_to_an_owner_that_sleeps_are_bounded(
     tier = {"type": "ChattyTier", "module_path": chatty.__name__, "folder": str(tmp_path)}
     with rig(slots=4, tiers=[tier], isolation=isolation) as one:
         got: list[Event] = []
+        one.engine.events.subscribe()  # what nobody listens to is not even decoded
         monkeypatch.setattr(one.engine.events, "emit_many", got.extend)
 
         def burst(number: int) -> None:
