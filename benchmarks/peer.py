@@ -81,6 +81,7 @@ AT_ONCE = 4
 PASSES = 4
 ROUND_BYTES = MEMORY_BYTES * PASSES
 SECONDS = 60
+PERFTEST_TRIES = 5
 UCX_TRANSPORTS = "cma,self,tcp"
 TCP_TRANSPORTS = "tcp,self"
 IPERF_SHARE = 0.85
@@ -202,28 +203,36 @@ def perftest_program() -> list[str]:
 
 def perftest(test: str, chunk: int, transports: str) -> float:
     """Seconds of a round with ``ucx_perftest``, which measures by itself."""
-    program, port, times = perftest_program(), str(free_port()), ROUND_BYTES // chunk
+    program, times = perftest_program(), ROUND_BYTES // chunk
     environment = {**os.environ, "UCX_TLS": transports}
-    server = subprocess.Popen([*program, "-p", port], stdout=subprocess.DEVNULL, env=environment)
-    try:
-        command = [*program, "127.0.0.1", "-p", port, "-t", test, "-s", str(chunk), "-f", "-q"]
-        for _ in range(50):
-            time.sleep(0.1)
+    error = ""
+    for tries in range(1, PERFTEST_TRIES + 1):
+        port = str(free_port())
+        server = subprocess.Popen(
+            [*program, "-p", port], stdout=subprocess.DEVNULL, env=environment
+        )
+        try:
+            time.sleep(0.2 * tries)  # nothing says that it listens; its first client is its last
             done = subprocess.run(
-                [*command, "-n", str(times), "-w", str(max(4, times // 20))],
+                [
+                    *program,
+                    *("127.0.0.1", "-p", port, "-t", test, "-s", str(chunk), "-f"),
+                    *("-n", str(times), "-w", str(max(4, times // 20))),
+                ],
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,
                 check=False,
                 env=environment,
             )
-            if done.returncode == 0:
-                # Its last columns: MB/s of MiB, and messages a second.
-                return ROUND_BYTES / (float(done.stdout.split()[-3]) * (1 << 20))
-    finally:
-        server.kill()
-        server.wait()
-    raise SystemExit(f"benchmarks.peer: ucx_perftest: {done.stderr}")
+        finally:
+            server.kill()
+            server.wait()
+        if done.returncode == 0:
+            # Its last columns: MB/s of MiB, and messages a second.
+            return ROUND_BYTES / (float(done.stdout.split()[-3]) * (1 << 20))
+        error = done.stderr.strip()
+    raise SystemExit(f"benchmarks.peer: ucx_perftest: {error}")
 
 
 class Turns:
