@@ -172,6 +172,7 @@ class FindJob:
             request_id=self._message.request_id,
             peer=self._message.peer,
             windowed=self._message.windowed,
+            loads=bool(self._slots),
             news=self._hear,
         )
 
@@ -210,13 +211,14 @@ class FindJob:
             else:
                 # The others go on meanwhile, to further tiers too.
                 self._ask_at[i] = ask_at
+        self._start_loads()  # first: telling the owner takes as long as a question to a peer
         self._report_present()
 
     def _report_present(self) -> None:
         """Tell the owner how many more can be loaded, so that it can lend as many slots."""
         count = 0
         for i, state in enumerate(self._state):
-            if state == PRESENT and not self._told[i]:
+            if state in (PRESENT, LOADING) and not self._told[i]:
                 self._told[i] = True
                 count += 1
             elif state in (UNKNOWN, ABSENT, FAILED) and not self._message.windowed:

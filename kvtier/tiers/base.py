@@ -71,6 +71,8 @@ class TierContext(msgspec.Struct, frozen=True):
     """The instance that the request says to ask."""
     windowed: bool = False
     """The keys belong to a windowed group: only a suffix may exist."""
+    loads: bool = False
+    """Of ``exists``: `Tier.first_load_bytes` of what is there will be loaded at once."""
     news: Callable[[], None] | None = None
     """Of ``exists``: for a tier that `tells_news` to call when it knows more of a key that it has
     called PENDING. From the loop, as often as it likes."""

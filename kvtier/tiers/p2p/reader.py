@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks out of peers' memory: a lease, the transfer, the lease back.
 
-Runs on the service's loop. Owns nothing. Invariant: a call returns only when nothing touches its
-slots; checksums are compared by the caller.
+Runs on the service's loop. Owns the leases that were asked for ahead, until somebody reads them or
+`AHEAD_SECONDS` have passed. Invariant: a call returns only when nothing touches its slots;
+checksums are compared by the caller.
 """
 
 from __future__ import annotations
@@ -10,16 +11,41 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvtier.errors import PeerLostError
 from kvtier.tiers.base import Slot
-from kvtier.tiers.p2p.client import PeerClient
+from kvtier.tiers.p2p.client import Lease, PeerClient
 from kvtier.tiers.p2p.transport import LeaseEndedError, Target
+from kvtier.tiers.tasks import TaskSet
 from kvtier.types import Outcome
 
 EARLY_SECONDS = 0.001
 """By so much a timer of uvloop may be early."""
+AHEAD_SECONDS = 1.0
+"""A lease that was asked for ahead is kept for so long."""
 LEND_PAUSE_SECONDS = 0.01
 """Before a peer is asked again that has lent as much as it may."""
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """A lease that is on its way, or here, before it is wanted."""
+
+    keys: Sequence[bytes]
+    lease: asyncio.Task[Lease | None]
+    """None: there is none."""
+    until: float
+
+    @property
+    def given(self) -> Lease | None:
+        """The lease, if it is here."""
+        done = self.lease.done() and not self.lease.cancelled()
+        return self.lease.result() if done else None
+
+    async def answer(self, seconds: float) -> Lease | None:
+        """The lease, if it comes within that time."""
+        await asyncio.wait({self.lease}, timeout=max(0.0, seconds))
+        return self.given
 
 
 class Reader:
@@ -29,12 +55,63 @@ class Reader:
     ----------
     lease_seconds : float
         Longest lease to ask for.
+    tasks : TaskSet
+        Of the tier.
     clock : callable
     """
 
-    def __init__(self, lease_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, lease_seconds: float, tasks: TaskSet, clock: Callable[[], float]) -> None:
         self._lease_seconds = lease_seconds
+        self._tasks = tasks
         self._clock = clock
+        self._ahead: dict[tuple[PeerClient, bytes], Ahead] = {}
+
+    def ask_ahead(self, client: PeerClient, keys: Sequence[bytes], until: float) -> None:
+        """Ask for a lease before it is known whether the peer has the chunks: the way there and
+        back is made once for both questions. For a read that begins with the first of `keys`."""
+        if (client, keys[0]) in self._ahead:
+            return
+
+        async def lend() -> Lease | None:
+            try:
+                return await client.lend(keys, self._lease_seconds, until)
+            except PeerLostError:
+                return None  # the question itself meets the same
+
+        task = self._tasks.start(lend(), "lend-ahead")
+        kept = Ahead(keys, task, self._clock() + AHEAD_SECONDS)
+        self._ahead[client, keys[0]] = kept
+
+    def expire(self) -> None:
+        """Leases that nobody came for go back."""
+        now = self._clock()
+        for name, ahead in list(self._ahead.items()):
+            if now >= ahead.until:
+                del self._ahead[name]
+                self._give_up(name[0], ahead)
+
+    def _give_up(self, client: PeerClient, ahead: Ahead) -> None:
+        if (lease := ahead.given) is not None:
+            client.give_back(lease)
+        else:
+            ahead.lease.cancel()  # the client gives back what comes all the same
+
+    async def _lease(self, client: PeerClient, keys: list[bytes], until: float) -> Lease:
+        """Of these chunks, and perhaps of some behind them."""
+        ahead = self._ahead.pop((client, keys[0]), None) if keys else None
+        if ahead is not None:
+            lease = None
+            try:
+                if list(ahead.keys[: len(keys)]) == keys:
+                    lease = await ahead.answer(until - self._clock())
+            finally:
+                if lease is None or lease.outcomes[: len(keys)].count(Outcome.DONE) < len(keys):
+                    self._give_up(client, ahead)
+                    lease = None
+            if lease is not None:
+                return lease
+        seconds = min(self._lease_seconds, max(0.0, until - self._clock()) + 1.0)
+        return await client.lend(keys, seconds, until)
 
     async def read(self, client: PeerClient, items: Sequence[Slot], until: float) -> list[Outcome]:
         """What became of each; in parts, where the peer does not lend all of them at once.
@@ -73,9 +150,8 @@ class Reader:
         ------
         PeerLostError
         """
-        seconds = min(self._lease_seconds, max(0.0, until - self._clock()) + 1.0)
-        lease = await client.lend([item.key for item in items], seconds, until)
-        outcomes = lease.outcomes
+        lease = await self._lease(client, [item.key for item in items], until)
+        outcomes = lease.outcomes[: len(items)]
         leased = [
             item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.DONE
         ]
@@ -83,7 +159,7 @@ class Reader:
             return outcomes
         targets = [
             Target(slot, item.view, item.address)
-            for slot, item in zip(lease.slots, leased, strict=True)
+            for slot, item in zip(lease.slots, leased, strict=False)
         ]
         try:
             async with asyncio.timeout(until - self._clock()):
@@ -96,6 +172,6 @@ class Reader:
             raise await client.fail(lease.link, f"its data connection broke: {exc}") from exc
         finally:
             client.give_back(lease)
-        for item, crc in zip(leased, lease.crcs, strict=True):
+        for item, crc in zip(leased, lease.crcs, strict=False):
             item.crc = crc
         return outcomes

@@ -36,7 +36,7 @@ from kvtier.tiers.p2p.tcp import TcpTransport
 from kvtier.tiers.p2p.transport import Transport
 from kvtier.tiers.p2p.ucx import UcxTransport, boot_id
 from kvtier.tiers.tasks import TaskSet
-from kvtier.types import Outcome, Peer, Presence
+from kvtier.types import Outcome, Peer, Presence, key_group
 
 if TYPE_CHECKING:
     from kvtier.obs.metrics import MetricDef
@@ -97,7 +97,7 @@ class P2pTier(Tier):
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._guests: Guests | None = None
         self._bad: OrderedDict[bytes, float] = OrderedDict()  # not asked for until then
-        self._reader = Reader(options.lease_seconds, env.clock)
+        self._reader = Reader(options.lease_seconds, self._tasks, env.clock)
         self._taker: Taker | None = None
         self._pushing = asyncio.Semaphore(MAX_PUSHES)
         self._watching: dict[tuple[Address, str], list[tuple[Watched, float]]] = {}
@@ -344,6 +344,8 @@ class P2pTier(Tier):
                 break
         else:
             seconds = wait or max(0.0, ctx.deadline - self.env.clock())
+            if ctx.loads and not windowed:
+                self._reader.ask_ahead(client, self._first(keys), ctx.deadline - MARGIN_SECONDS)
             watched = await client.ask(
                 keys,
                 ctx.deadline - MARGIN_SECONDS,
@@ -363,6 +365,16 @@ class P2pTier(Tier):
             if watched.lost is not None and Presence.PENDING in states:
                 raise watched.lost
         return states
+
+    def _first(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """What the first load will be for, if all is there."""
+        assert self.first_load_bytes is not None
+        left = self.first_load_bytes
+        for n, key in enumerate(keys):
+            left -= self.env.geometry.payload_bytes[key_group(key)]
+            if n and left < 0:
+                return keys[:n]
+        return keys
 
     def _unwatch(self, client: PeerClient, request_id: str, entry: tuple[Watched, float]) -> None:
         client.unwatch(entry[0])
@@ -583,6 +595,7 @@ class P2pTier(Tier):
                 crowded = len(self._clients) > MAX_PEERS and not client.is_up
                 if there not in known and (idle_seconds > IDLE_SECONDS or crowded):
                     await self._drop(there)
+            self._reader.expire()
             self._sample()
 
     async def _drop(self, there: Address) -> None:
