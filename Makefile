@@ -9,7 +9,7 @@ CORE := $(wildcard kvtier/_core/*.pyx kvtier/_core/*.pxd kvtier/_core/*.pxi kvti
 PYTHON_ONLY := tests/tiers/obj tests/tiers/fs/test_pool.py tests/device/test_fake.py \
 	$(patsubst %,tests/runtime/test_%.py,breaker tasks) \
 	$(patsubst %,tests/test_%.py,benchmarks dependencies events faults house http imports metrics proxy) \
-	$(patsubst %,tests/tiers/p2p/test_%.py,contract fuzz networks news options processes push push_processes recovery sharing tcp tier)
+	$(patsubst %,tests/tiers/p2p/test_%.py,contract fuzz networks news options processes push push_processes recovery ahead sharing tcp tier)
 BENCH_ARGS ?=
 TEST_ARGS ?=
 # Tests start hundreds of processes; each of them would compile kvtier's modules anew.
