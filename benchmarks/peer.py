@@ -7,13 +7,14 @@
   16 MiB, four at the same time; each round reads all of them four times, and the bytes are compared
   after it. iperf3 moves as many bytes in one stream, in its default blocks, 128 KiB: both its ends
   use the same memory again and again, which stays in the processors' caches. ucx_perftest puts over
-  TCP likewise. Checksums are made where a row says so, as the service makes them.
+  TCP likewise, and the rows named *one chunk* do the same. Checksums are made where a row says so,
+  as the service makes them.
 - *ucx*: the same through UCX, with UCX_TLS=cma,self,tcp for all. ucx_perftest gets one chunk again
-  and again, in memory that nobody has written: whatever its size, it reads one page of zeros in a
-  cache. The rows named *one chunk* do the same; those named *memory* read 128 MiB of random bytes
-  in pages of 4 KiB, of which a region consists unless the kernel gives shared memory larger ones.
-- *nixl* (with --peer): vLLM's NixlTransport, which its p2p tier writes with, moves the same memory
-  in the same batches; on one host as UCX chooses, and over TCP.
+  and again, in huge pages that nobody has written: whatever its size, it reads one page of zeros
+  in a cache. The rows named *one chunk* do the same; those named *memory* read 128 MiB of random
+  bytes.
+- *nixl* (with --peer): vLLM's NixlTransport, which its p2p tier writes with, moves as much in the
+  same batches; on one host as UCX chooses, and over TCP.
 - *first* (with --peer): time from a request for 16 chunks of 256 KiB that a peer holds to the first
   of them in host memory, of two instances of kvtier and two of vLLM's tiering manager; the reader
   makes a step each millisecond, the owner too (*idle*), or every 50 ms (*in steps*).
@@ -96,6 +97,14 @@ REQUESTS = 40
 """Of each system in each state of the owner."""
 
 
+TCP_NAMES = {
+    "read": "tcp read, {}",
+    "one": "tcp read, {}, one chunk",
+    "iperf3": "iperf3, {}",
+    "put": "put, {}",
+}
+
+
 class Reader:
     """Reads everything that the owner has; `one_chunk`: only its first chunk, into one place."""
 
@@ -104,7 +113,7 @@ class Reader:
         self._memory = memory
         self._one_chunk = one_chunk
         self._expected = content(MEMORY_BYTES)
-        self._pool = ThreadPoolExecutor(1)  # as the service's
+        self._pool = ThreadPoolExecutor(2)  # as the service's
 
     async def seconds(self, size: int, *, verify: bool = False) -> float:
         """For all passes, with chunks of `size`."""
@@ -125,7 +134,8 @@ class Reader:
                 if verify:
                     await self._checksums(batch)
 
-        self._memory.array[:] = 0
+        if not self._one_chunk:
+            self._memory.array[:] = 0
         start = time.perf_counter()
         async with asyncio.timeout(SECONDS):
             await asyncio.gather(*(work() for _ in range(AT_ONCE)))
@@ -157,7 +167,7 @@ def owner(transport: str, *, blank: bool) -> Iterator[bytes]:
 @contextlib.asynccontextmanager
 async def reading(name: str, *, blank: bool = False) -> AsyncIterator[Reader]:
     """A reader over this transport."""
-    memory = Memory(MEMORY_BYTES)
+    memory = Memory(MEMORY_BYTES, "blank" if blank else "kvtier")
     with owner(name, blank=blank) as offer:
         transport = make(name, memory, ())
         await transport.open()
@@ -267,23 +277,25 @@ def ordered(number: int, *what: object) -> list[object]:
 async def over_tcp(sizes: Sequence[str], rounds: int) -> list[Case]:
     """Beside iperf3 and UCX's put, in turns."""
     turns = Turns()
-    async with reading("tcp") as reader:
+    async with reading("tcp", blank=True) as one_chunk, reading("tcp") as memory:
         for number in range(-1, rounds):
             for name in sizes:
                 # The loop has nothing to do while another program runs.
-                for what in ordered(number, "read", "iperf3", "put"):
+                for what in ordered(number, "read", "iperf3", "put", "one"):
                     if what == "read":
-                        seconds = await reader.seconds(SIZES[name])
+                        seconds = await memory.seconds(SIZES[name])
+                    elif what == "one":
+                        seconds = await one_chunk.seconds(SIZES[name])
                     elif what == "iperf3":
                         seconds = iperf3(ROUND_BYTES)
                     else:
                         seconds = perftest("ucp_put_bw", SIZES[name], TCP_TRANSPORTS)
-                    turns.add(number, f"tcp {what}, {name}", seconds)
+                    turns.add(number, TCP_NAMES[str(what)].format(name), seconds)
     return [
-        turns.case(f"tcp read, {name}", f"tcp {reference}, {name}", label, target)
-        for reference, label, target in (
-            ("iperf3", "iperf3", IPERF_SHARE),
-            ("put", "ucx_perftest put over tcp", PUT_SHARE),
+        turns.case(TCP_NAMES[ours].format(name), TCP_NAMES[theirs].format(name), label, target)
+        for ours, theirs, label, target in (
+            ("read", "iperf3", "iperf3", IPERF_SHARE),
+            ("one", "put", "ucx_perftest put over tcp", PUT_SHARE),
         )
         for name in sizes
     ]
@@ -368,19 +380,21 @@ async def beside_nixl(sizes: Sequence[str], rounds: int) -> list[Case]:
             for name in sizes:
                 turns = Turns()
                 ours, theirs = f"read {way}, {name}", f"nixl {way}, {name}"
+                verified = f"{ours}, and checksums"
                 nixl = Nixl(SIZES[name], environment)
                 try:
                     for number in range(-1, rounds):
-                        for what in ordered(number, ours, theirs):
+                        for what in ordered(number, ours, theirs, verified):
                             seconds = (
-                                await reader.seconds(SIZES[name], verify=True)
-                                if what == ours
-                                else nixl.seconds()
+                                nixl.seconds()
+                                if what == theirs
+                                else await reader.seconds(SIZES[name], verify=what == verified)
                             )
                             turns.add(number, str(what), seconds)
                 finally:
                     nixl.close()
-                cases.append(turns.case(ours, theirs, "vLLM's NIXL WRITE", NIXL_TIMES))
+                for mine, target in ((ours, NIXL_TIMES), (verified, None)):
+                    cases.append(turns.case(mine, theirs, "vLLM's NIXL WRITE", target))
     return cases
 
 

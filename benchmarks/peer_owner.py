@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import mmap
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from kvtier.host import huge
 from kvtier.tiers.p2p.tcp import TcpTransport
 from kvtier.tiers.p2p.transport import Lease, Source, Transport
 from kvtier.tiers.p2p.ucx import UcxTransport
@@ -29,25 +31,30 @@ UNIT_BYTES = 64 << 10
 
 
 class Memory:
-    """Host memory as a region has it, shared, in pages as the kernel gives them.
+    """Host memory.
 
     Parameters
     ----------
     size : int
-    blank : bool
-        Nobody has written it: what is read there is one page of zeros, in the caches.
+    kind : {"kvtier", "vllm", "blank"}
+        Shared memory as kvtier's region has it, in huge pages where the kernel gives them, or as
+        vLLM's, in small ones. Or as ``ucx_perftest`` has it: in huge pages, and nobody has written
+        it, so that what is read there is one page of zeros, in the caches.
     """
 
-    def __init__(self, size: int, *, blank: bool = False) -> None:
-        if blank:
-            self._mapping = mmap.mmap(-1, size)
+    def __init__(self, size: int, kind: str = "kvtier") -> None:
+        if kind == "blank":
+            self._mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            self.array = np.frombuffer(self._mapping, dtype=np.uint8)
         else:
             file = os.memfd_create("kvtier-benchmark")
             os.ftruncate(file, size)
-            self._mapping = mmap.mmap(file, size)
+            if kind == "kvtier":
+                huge.fill(file, 0, size)
+            mapped = (ctypes.c_uint8 * size).from_address(huge.map_shared(file, 0, size))
             os.close(file)
-        self.array = np.frombuffer(self._mapping, dtype=np.uint8)
-        if not blank:
+            self.array = np.frombuffer(mapped, dtype=np.uint8)
             self.array[:] = 0
         self.address: int = self.array.ctypes.data
         self.length_bytes = size
@@ -84,7 +91,7 @@ def make(transport: str, memory: Any, chunk_sizes: Sequence[int]) -> Transport:
 
 
 async def serve(name: str, size: int, chunk_sizes: Sequence[int], *, blank: bool) -> None:
-    memory = Memory(size, blank=blank)
+    memory = Memory(size, "blank" if blank else "kvtier")
     if not blank:
         memory.array[:] = content(size)
     transport = make(name, memory, chunk_sizes)

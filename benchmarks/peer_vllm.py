@@ -94,7 +94,7 @@ def nixl(role: str) -> None:
     from vllm.v1.kv_offload.tiering.p2p.data.nixl import NixlTransport
 
     chunk, total, batch, at_once = json.loads(sys.stdin.readline())
-    memory = Memory(total)
+    memory = Memory(total, "vllm")
     expected = content(total)
     if role == "writer":
         memory.array[:] = expected
