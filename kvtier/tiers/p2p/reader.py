@@ -100,16 +100,17 @@ class Reader:
         """Of these chunks, and perhaps of some behind them."""
         ahead = self._ahead.pop((client, keys[0]), None) if keys else None
         if ahead is not None:
-            lease = None
+            is_good = False
             try:
                 if list(ahead.keys[: len(keys)]) == keys:
                     lease = await ahead.answer(until - self._clock())
+                    if lease is not None and lease.link.is_usable:
+                        is_good = lease.outcomes[: len(keys)].count(Outcome.DONE) == len(keys)
+                        if is_good:
+                            return lease
             finally:
-                if lease is None or lease.outcomes[: len(keys)].count(Outcome.DONE) < len(keys):
+                if not is_good:
                     self._give_up(client, ahead)
-                    lease = None
-            if lease is not None:
-                return lease
         seconds = min(self._lease_seconds, max(0.0, until - self._clock()) + 1.0)
         return await client.lend(keys, seconds, until)
 

@@ -77,6 +77,19 @@ async def test_a_lease_of_other_chunks_is_given_back(lent: list[int], what: str)
         await until(lambda: owner.host.pinned == 0)
 
 
+async def test_a_lease_of_a_session_that_has_ended_is_not_used(lent: list[int]) -> None:
+    async with instance() as owner, instance(peers=(owner.address,)) as reader:
+        keys = [owner.host.put(number) for number in range(4)]
+        await reader.ask(keys, loading(reader))
+        await until(lambda: owner.host.pinned == 4)
+        (client,) = reader.tier._clients.values()
+        assert client._link is not None
+        await client.fail(client._link, "as told")
+        assert await reader.load(keys) == [Outcome.DONE] * 4
+        assert lent == [4, 4]
+        await until(lambda: owner.host.pinned == 0)
+
+
 async def test_a_lease_that_nobody_comes_for_goes_back(
     monkeypatch: pytest.MonkeyPatch, lent: list[int]
 ) -> None:
