@@ -33,7 +33,8 @@ def load() -> str:
     knows no such device but is newer. It is opened by its path and finds its other parts beside it
     and its plugins in ``ucx/`` below (it asks the loader where it lies itself), so neither
     LD_LIBRARY_PATH nor UCX_MODULE_DIR is needed. It stays until the process ends. SIGHUP, which UCX
-    would take for itself, is left alone unless UCX_DEBUG_SIGNO says otherwise.
+    would take for itself, is left alone unless UCX_DEBUG_SIGNO says otherwise; its log goes to
+    standard error unless UCX_LOG_FILE does.
 
     Returns
     -------

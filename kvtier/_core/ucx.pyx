@@ -48,6 +48,9 @@ _RANGE = struct.Struct("<QQ?")  # address, bytes, whether writable
 
 _serials = itertools.count(1)
 _SYSTEM = "libucp.so.0"  # whatever the loader finds by this name
+# UCX would take SIGHUP for itself, and with its default action that ends a process; its log would
+# go where a program's own output goes.
+_QUIET = {"UCX_DEBUG_SIGNO": "0", "UCX_LOG_FILE": "stderr"}
 _loaded = []  # what to say of the library, and what it was found as
 
 include "ucx_queue.pxi"
@@ -102,10 +105,8 @@ def load():
     if _loaded:
         return _loaded[0]
     errors = []
-    # UCX would take SIGHUP for itself, and with its default action that ends a process.
-    quiet = "UCX_DEBUG_SIGNO" not in os.environ
-    if quiet:
-        os.environ["UCX_DEBUG_SIGNO"] = "0"
+    quiet = _QUIET.keys() - os.environ.keys()
+    os.environ.update({name: _QUIET[name] for name in quiet})
     try:
         for candidate in _candidates():
             encoded = os.fsencode(candidate)
@@ -116,8 +117,8 @@ def load():
                 return _loaded[0]
             errors.append(error.decode(errors="replace"))
     finally:
-        if quiet:
-            del os.environ["UCX_DEBUG_SIGNO"]
+        for name in quiet:
+            del os.environ[name]
     why = "; ".join(errors) or "it is not installed"
     raise ConfigError(
         f"UCX cannot be loaded ({why}): `pip install libucx-cu12`, or set `transport: tcp`")

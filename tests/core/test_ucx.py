@@ -874,6 +874,15 @@ def test_parts_of_two_installations_are_refused(tmp_path: Path) -> None:
     assert "are of two installations" in done.stderr, done.stderr
 
 
+def test_its_log_is_no_output_of_the_programs() -> None:
+    code = "import os\nfrom kvtier._core import ucx\nucx.Worker(ucx.Context())\n"
+    code += "print('UCX_LOG_FILE' in os.environ)"
+    done = run(code, UCX_LOG_LEVEL="info")
+    assert done.stdout == "False\n"
+    assert " INFO " in done.stderr
+    assert " INFO " in run(code, UCX_LOG_LEVEL="info", UCX_LOG_FILE="stdout").stdout
+
+
 def test_signals_stay_as_they_were() -> None:
     """UCX takes SIGHUP, by default; a server that is told to end by it would not."""
     code = "import os, signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"

@@ -113,7 +113,10 @@ def test_as_many_batches_at_a_time_as_the_tier_likes(
             await waiting(script, "store")
         script.gates["store"].open()
         outcomes, calls = await store
-        assert outcomes == [Outcome.DONE, Outcome.FULL, Outcome.DONE, Outcome.EXISTS]
+        if at_once == 1:
+            assert outcomes == [Outcome.DONE, Outcome.FULL, Outcome.DONE, Outcome.EXISTS]
+        else:  # the script's answers go to calls that end in any order
+            assert sorted(outcomes) == [Outcome.DONE, Outcome.DONE, Outcome.EXISTS, Outcome.FULL]
         assert [call.done() for call in calls] == [True] * 4
         assert script.peak["store"] == at_once
         assert await lane.store([], context(), never()) == ([], [])
