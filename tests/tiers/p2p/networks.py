@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Self
 
@@ -32,6 +33,20 @@ class Host:
 
     def ip(self, *words: str) -> None:
         ip("-n", self.name, *words)
+
+    def wait(self) -> None:
+        """Until its end of the cable carries: the kernel tells that later, and what starts before
+        has no address but the loopback's."""
+        end = time.monotonic() + 10
+        command = ["ip", "-n", self.name, "link", "show", self.device]
+        while (
+            "LOWER_UP"
+            not in subprocess.run(
+                command, check=True, timeout=30, capture_output=True, text=True
+            ).stdout
+        ):
+            assert time.monotonic() < end, f"{self.device} does not come up"
+            time.sleep(0.01)
 
     def tc(self, *words: str) -> None:
         """Change how its end of the cable sends."""
@@ -63,6 +78,8 @@ class Network:
             host.ip("addr", "add", f"{host.address}/24", "dev", host.device)
             host.ip("addr", "add", f"{host.address6}/64", "dev", host.device, "nodad")
             host.ip("link", "set", host.device, "up")
+        for host in self.hosts:
+            host.wait()
 
     def _connect(self) -> None:
         one, two = self.hosts

@@ -45,7 +45,8 @@ SOAK_SECONDS = float(os.environ.get("KVTIER_SOAK_SECONDS", "4"))
 ISOLATIONS = ("thread", "process")
 IN_HANDSHAKE = ("Hello", "Proof", "Challenge", "Welcome")
 GIVER_SLOTS = 64
-TAKER_SLOTS = 256
+TAKER_SLOTS = 512
+"""It keeps what it has loaded itself in each case, and has room for what is pushed then."""
 PART = 8
 """Chunks stored at a time."""
 
