@@ -47,6 +47,8 @@ IN_HANDSHAKE = ("Hello", "Proof", "Challenge", "Welcome")
 GIVER_SLOTS = 64
 TAKER_SLOTS = 512
 """It keeps what it has loaded itself in each case, and has room for what is pushed then."""
+TAKER_KEEPS = TAKER_SLOTS // 32
+"""Free for promotions."""
 PART = 8
 """Chunks stored at a time."""
 
@@ -247,10 +249,10 @@ def wanted(folder: Path, isolation: str) -> None:
     with pair.running():
         pair.giver.arm("owner-in-read", "stop")
         pid = pair.reach(pair.giver, "owner-in-read")
-        own = list(range(TAKER_SLOTS - PART))
+        own = list(range(TAKER_SLOTS - TAKER_KEEPS))
         for start in range(0, len(own), PART):
             # That may be lent, with room for these, and for those that are kept free.
-            most = TAKER_SLOTS - start - 2 * PART
+            most = TAKER_SLOTS - start - PART - TAKER_KEEPS
             until(
                 lambda most=most: pair.taker.audit()["lent"] <= most,
                 BACK_SECONDS,
