@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 import time
@@ -145,6 +146,13 @@ def time_case(
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+    return port
 
 
 def machine() -> dict[str, Any]:

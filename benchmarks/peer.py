@@ -33,7 +33,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -45,7 +44,7 @@ import numpy as np
 import uvloop
 
 from benchmarks import harness
-from benchmarks.harness import Case, Pairs
+from benchmarks.harness import Case, Pairs, free_port
 from benchmarks.peer_owner import UNIT_BYTES, Memory, content, make
 from benchmarks.peer_vllm import CHUNKS, IDLE_STEP_SECONDS, Child
 from kvtier._core import ucx
@@ -192,11 +191,6 @@ async def reading(name: str, *, blank: bool = False) -> AsyncIterator[Reader]:
             yield Reader(link, memory, one_chunk=blank)
         finally:
             await transport.aclose()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def iperf3(size: int) -> float:

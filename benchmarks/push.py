@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import Case, Pairs
+from benchmarks.harness import Case, Pairs, free_port
 
 NOTES = """
 *What is asked for*: at least 1.5 times the hits, and less than a tenth more at the other one's p99.
@@ -54,12 +53,6 @@ ROLES = ("idle", "overloaded")
 MEASURED = {"wall": "step, wall", "processor": "step, processor", "loads": "own load"}
 
 Round = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-    return port
 
 
 def say(pipe: IO[str] | None, line: str) -> None:

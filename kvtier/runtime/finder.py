@@ -128,7 +128,8 @@ class FindJob:
                 tier = self._next_tier()
                 if tier is not None:
                     await self._ask(tier)
-                    self._start_loads()
+                    self._start_loads()  # telling the owner takes as long as asking a peer
+                    self._report_present()
                     continue
                 self._settle_absent()
                 self._start_loads()
@@ -211,8 +212,6 @@ class FindJob:
             else:
                 # The others go on meanwhile, to further tiers too.
                 self._ask_at[i] = ask_at
-        self._start_loads()  # first: telling the owner takes as long as a question to a peer
-        self._report_present()
 
     def _report_present(self) -> None:
         """Tell the owner how many more can be loaded, so that it can lend as many slots."""

@@ -100,17 +100,20 @@ class Reader:
         """Of these chunks, and perhaps of some behind them."""
         ahead = self._ahead.pop((client, keys[0]), None) if keys else None
         if ahead is not None:
-            is_good = False
+            lease = None
             try:
                 if list(ahead.keys[: len(keys)]) == keys:
                     lease = await ahead.answer(until - self._clock())
-                    if lease is not None and lease.link.is_usable:
-                        is_good = lease.outcomes[: len(keys)].count(Outcome.DONE) == len(keys)
-                        if is_good:
-                            return lease
-            finally:
-                if not is_good:
-                    self._give_up(client, ahead)
+            except BaseException:
+                self._give_up(client, ahead)
+                raise
+            if (
+                lease is not None
+                and lease.link.is_usable
+                and lease.outcomes[: len(keys)].count(Outcome.DONE) == len(keys)
+            ):
+                return lease
+            self._give_up(client, ahead)
         seconds = min(self._lease_seconds, max(0.0, until - self._clock()) + 1.0)
         return await client.lend(keys, seconds, until)
 
